@@ -1,0 +1,134 @@
+"""The few numbers about a model that streaming needs, read from its metadata and checked.
+
+In: the header of the first shard. Out: ``Hparams``. Besides what we need ourselves this checks what llama.cpp's loader asserts instead
+of reporting (``load_hparams`` in llama-model.cpp, ``load`` in llama-vocab.cpp): an assertion there ends the whole Python process, so
+such a file must be refused before the loader sees it. What the loader reports as an error is left to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from moetriage.errors import ModelFileError
+from moetriage.gguf.ggml_api import GgufType
+from moetriage.gguf.header import GgufHeader, whole
+
+#: LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS of llama-hparams.h.
+MAX_LAYERS = 512
+MAX_EXPERTS = 1024
+_ROPE_SCALING_TYPES = ("none", "linear", "yarn", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hparams:
+    """Checked metadata; ``n_block`` counts all blocks in the file, ``n_layer`` those that are computed."""
+
+    arch: str
+    name: str
+    n_block: int
+    n_layer: int
+    n_expert: int
+    top_k: int
+    n_ctx_train: int
+    n_embd: int
+    n_vocab: int
+    n_head_kv: tuple[int, ...]
+    metadata: dict[str, object]
+    arrays: dict[str, tuple[object, ...]]
+
+
+class _Keys:
+    """Typed access to the ``ARCH.*`` keys of one header; every refusal names file, key and value."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        self.arch = self._architecture()
+
+    def _architecture(self) -> str:
+        arch = self.header.scalars.get("general.architecture")
+        if not isinstance(arch, str) or not arch:
+            raise self.error("the key general.architecture is missing; the file holds no model")
+        return arch
+
+    def error(self, reason: str) -> ModelFileError:
+        return ModelFileError(str(self.header.path), reason)
+
+    def number(self, suffix: str, *, default: int | None = None, low: int = 0, high: int = 2**31 - 1) -> int:
+        """Return a uint32 key; raises ModelFileError if it is missing without a default, of another type or out of range."""
+        key = f"{self.arch}.{suffix}"
+        if key not in self.header.types:
+            if default is None:
+                raise self.error(f"the key {key} is missing; convert the model again")
+            return default
+        if self.header.types[key] != GgufType.UINT32:
+            raise self.error(f"the key {key} is of type {self.header.types[key].name}, must be UINT32")
+        value = whole(self.header.scalars[key])
+        if not low <= value <= high:
+            raise self.error(f"the key {key} is {value}, must be between {low} and {high}")
+        return value
+
+    def per_block(self, suffix: str, n_block: int, *, default: tuple[int, ...] | int | None = None) -> tuple[int, ...]:
+        """Return a key that holds one number for all blocks or an array with one for each."""
+        key = f"{self.arch}.{suffix}"
+        if self.header.types.get(key) != GgufType.ARRAY:
+            if isinstance(default, tuple) and key not in self.header.types:
+                return default
+            return (self.number(suffix, default=default if isinstance(default, int) else None),) * n_block
+        values = self.header.arrays.get(key, ())
+        if len(values) != n_block or not all(type(v) is int and 0 <= v < 2**31 for v in values):
+            raise self.error(f"the key {key} must hold {n_block} numbers, one per block")
+        return tuple(whole(v) for v in values)
+
+
+def read_hparams(header: GgufHeader) -> Hparams:
+    """Read and check the metadata of a model; raises ModelFileError naming the key and its value."""
+    keys = _Keys(header)
+    n_block = keys.number("block_count", low=1, high=MAX_LAYERS)
+    n_mtp = keys.number("nextn_predict_layers", default=0, high=n_block - 1)
+    n_expert, top_k = _experts(keys, n_block)
+    n_head = keys.per_block("attention.head_count", n_block, default=0)
+    _check_rope(keys)
+    return Hparams(
+        arch=keys.arch,
+        name=str(header.scalars.get("general.name", "")),
+        n_block=n_block,
+        n_layer=n_block - n_mtp,
+        n_expert=n_expert,
+        top_k=top_k,
+        n_ctx_train=keys.number("context_length"),
+        n_embd=keys.number("embedding_length", low=1),
+        n_vocab=_check_vocabulary(keys),
+        n_head_kv=keys.per_block("attention.head_count_kv", n_block, default=n_head)[: n_block - n_mtp],
+        metadata=header.scalars,
+        arrays=header.arrays,
+    )
+
+
+def _experts(keys: _Keys, n_block: int) -> tuple[int, int]:
+    n_expert = keys.number("expert_count", default=0, high=MAX_EXPERTS)
+    top_k = max(keys.per_block("expert_used_count", n_block, default=0))
+    groups = keys.number("expert_group_count", default=0)
+    groups_used = keys.number("expert_group_used_count", default=0)
+    if n_expert and not 1 <= top_k <= n_expert:
+        raise keys.error(f"the key {keys.arch}.expert_used_count is {top_k}, must be between 1 and the {n_expert} experts")
+    if not n_expert and (top_k or groups):
+        raise keys.error(f"{keys.arch}.expert_used_count is {top_k} and expert_group_count {groups}, but the model has no experts")
+    if n_expert and (groups >= n_expert or (groups > 1 and (n_expert % groups or not 0 < groups_used < groups))):
+        raise keys.error(f"{n_expert} experts in {groups} groups of which {groups_used} are used cannot be routed")
+    return n_expert, top_k
+
+
+def _check_rope(keys: _Keys) -> None:
+    scaling = keys.header.scalars.get(f"{keys.arch}.rope.scaling.type", "linear")
+    if scaling not in _ROPE_SCALING_TYPES:
+        raise keys.error(f"the key {keys.arch}.rope.scaling.type is {scaling!r}, must be one of {', '.join(_ROPE_SCALING_TYPES)}")
+
+
+def _check_vocabulary(keys: _Keys) -> int:
+    """Return the number of tokens; llama.cpp asserts that no two have the same text (empty ones it renames)."""
+    tokens = keys.header.strings("tokenizer.ggml.tokens") or []
+    text, times = Counter(filter(None, tokens)).most_common(1)[0] if any(tokens) else (b"", 0)
+    if times > 1:
+        raise keys.error(f"the vocabulary holds the token {text.decode('utf-8', 'replace')!r} {times} times; convert the model again")
+    return len(tokens)
