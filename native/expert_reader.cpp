@@ -1,0 +1,313 @@
+#include "expert_reader.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+#include "weight_region.h"
+
+namespace moetriage {
+namespace {
+
+// A lane takes at most this much at a time, so that one expert's projections spread over the lanes and a demand read never waits long
+// behind a speculative one. Random reads are flat above 256 KiB on the disks we know.
+constexpr uint64_t kChunk = 1 << 20;
+
+uint64_t floor_block(uint64_t value) {
+    return value / kPage * kPage;
+}
+
+uint64_t ceil_block(uint64_t value) {
+    return (value + kPage - 1) / kPage * kPage;
+}
+
+struct FreeDeleter {
+    void operator()(std::byte *memory) const { std::free(memory); }
+};
+
+std::unique_ptr<std::byte, FreeDeleter> aligned_block(size_t bytes) {
+    return std::unique_ptr<std::byte, FreeDeleter>(static_cast<std::byte *>(std::aligned_alloc(kPage, bytes)));
+}
+
+// Where the whole blocks around a job go: [begin, begin + span) of the file, in up to three pieces. In place, the blocks that belong
+// to the job alone land in its destination and the ragged first and last block in the bounce buffer; otherwise everything bounces.
+struct BlockTarget {
+    uint64_t begin, end, span;
+    uint64_t head, middle;  // bytes of the first (bounced) piece and of the in-place piece; the rest is the tail
+    std::byte *dest;        // address of file offset `begin`, were all of it in place
+    std::byte *bounce;
+
+    BlockTarget(const ReadJob &job, std::byte *bounce_buffer, bool in_place) : bounce(bounce_buffer) {
+        begin = floor_block(job.offset);
+        end = job.offset + job.nbytes;
+        span = ceil_block(end) - begin;
+        dest = job.dest - (job.offset - begin);
+        const bool mirrored = reinterpret_cast<uintptr_t>(dest) % kPage == 0;
+        const uint64_t first_whole = ceil_block(job.offset) - begin;
+        const uint64_t last_whole = floor_block(end) - begin;
+        const bool direct = in_place && mirrored && last_whole > first_whole;
+        head = direct ? first_whole : span;
+        middle = direct ? last_whole - first_whole : 0;
+    }
+
+    // The pieces from `done` bytes on. The bounce buffer holds the head, then the tail.
+    int parts_from(uint64_t done, iovec *out) const {
+        int count = 0;
+        const auto add = [&](uint64_t from, uint64_t to, std::byte *base) {
+            if (done < to && from < to) {
+                const uint64_t at = std::max(done, from);
+                out[count++] = {base + (at - from), to - at};
+            }
+        };
+        add(0, head, bounce);
+        add(head, head + middle, dest + head);
+        add(head + middle, span, bounce + head);
+        return count;
+    }
+
+    void copy_ends(const ReadJob &job) const {
+        const uint64_t lead = job.offset - begin;
+        const uint64_t head_end = std::min(head, end - begin);
+        if (head_end > lead) std::memcpy(job.dest, bounce + lead, head_end - lead);
+        const uint64_t tail = head + middle;
+        if (end - begin > tail) std::memcpy(dest + tail, bounce + head, end - begin - tail);
+    }
+};
+
+}  // namespace
+
+void ReadTicket::wait() {
+    for (int32_t left = pending_.load(std::memory_order_acquire); left != 0; left = pending_.load(std::memory_order_acquire)) {
+        pending_.wait(left, std::memory_order_acquire);
+    }
+}
+
+void ReadTicket::reset() {
+    failed_.store(false, std::memory_order_release);
+    failure_ = {};
+}
+
+void ReadTicket::finish() {
+    if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) pending_.notify_all();
+}
+
+void ReadTicket::fail(ReadFailure failure) {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (failed_.exchange(true, std::memory_order_acq_rel)) return;  // the first failure is the one reported
+    failure_ = std::move(failure);
+}
+
+ExpertReader::ExpertReader(std::vector<std::string> shards, ReaderOptions options)
+    : paths_(std::move(shards)), options_(options), shards_(paths_.size()), direct_ok_(paths_.size()) {
+    if (options_.preadv_fn == nullptr) options_.preadv_fn = ::preadv;
+    for (size_t i = 0; i < paths_.size(); ++i) {
+        Shard &shard = shards_[i];
+        shard.buffered = open(paths_[i].c_str(), O_RDONLY | O_CLOEXEC);
+        struct stat info {};
+        if (shard.buffered < 0 || fstat(shard.buffered, &info) != 0) throw std::runtime_error(paths_[i] + ": " + std::strerror(errno));
+        shard.size = static_cast<uint64_t>(info.st_size);
+        posix_fadvise(shard.buffered, 0, 0, POSIX_FADV_RANDOM);  // read-ahead would fetch experts nobody asked for
+        if (!options_.direct) continue;
+        shard.direct = open(paths_[i].c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+        direct_ok_[i] = shard.direct >= 0;
+        if (shard.direct < 0) fall_back(static_cast<int32_t>(i), std::string("O_DIRECT open: ") + std::strerror(errno));
+    }
+    for (int i = 0; i < options_.lanes; ++i) lanes_.emplace_back([this] { lane_main(); });
+}
+
+ExpertReader::~ExpertReader() {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread &lane : lanes_) lane.join();
+    for (const Shard &shard : shards_) {
+        if (shard.buffered >= 0) close(shard.buffered);
+        if (shard.direct >= 0) close(shard.direct);
+    }
+}
+
+void ExpertReader::verify_direct(int32_t index, uint64_t offset, uint64_t nbytes) {
+    if (!direct_enabled(index)) return;
+    const uint64_t size = std::min<uint64_t>(nbytes, 4 * kPage);
+    const auto direct = aligned_block(ceil_block(size) + 2 * kPage);
+    const auto buffered = aligned_block(ceil_block(size));
+    const uint64_t begin = floor_block(offset);
+    const uint64_t span = ceil_block(offset + size) - begin;
+    const iovec whole{direct.get(), span};
+    const ssize_t got = options_.preadv_fn(shards_[index].direct, &whole, 1, static_cast<off_t>(begin));
+    const bool enough = got >= static_cast<ssize_t>(offset + size - begin);
+    const std::string problem = read_exact(shards_[index].buffered, offset, size, buffered.get());
+    if (!problem.empty()) return;  // the real read will report it
+    if (!enough || std::memcmp(direct.get() + (offset - begin), buffered.get(), size) != 0) {
+        fall_back(index, got < 0 ? std::string("O_DIRECT read: ") + std::strerror(errno) : "O_DIRECT returned other bytes than a plain read");
+    }
+}
+
+void ExpertReader::fall_back(int32_t shard, const std::string &reason) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    direct_ok_[shard] = false;
+    if (fallback_reason_.empty()) fallback_reason_ = reason;
+}
+
+std::string ExpertReader::direct_state() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!options_.direct) return "off";
+    return fallback_reason_.empty() ? "on" : "fallback: " + fallback_reason_;
+}
+
+ReaderCounters ExpertReader::counters() const {
+    return {reads_.load(), bytes_.load(), disk_bytes_.load(), busy_nanos_.load()};
+}
+
+void ExpertReader::submit(const std::vector<ReadJob> &jobs, bool speculative) {
+    if (jobs.empty()) return;
+    size_t queued = 0;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::deque<ReadJob> &queue = speculative ? speculative_ : demand_;
+        for (const ReadJob &job : jobs) {
+            uint64_t done = 0;
+            do {
+                ReadJob part = job;
+                part.offset += done;
+                part.dest += done;
+                if (done > 0) part.release_begin = part.release_end = nullptr;
+                // Parts meet on block borders, so no block is read twice; a small remainder rides along with its predecessor.
+                part.nbytes = floor_block(part.offset + kChunk) - part.offset;
+                if (job.nbytes - done < part.nbytes + kChunk / 4) part.nbytes = job.nbytes - done;
+                done += part.nbytes;
+                part.ticket->add(1);
+                queue.push_back(part);
+                ++queued;
+            } while (done < job.nbytes);
+        }
+    }
+    if (queued == 1) {
+        wake_.notify_one();
+    } else {
+        wake_.notify_all();
+    }
+}
+
+std::vector<int64_t> ExpertReader::cancel(ReadTicket *ticket) {
+    std::vector<int64_t> tags;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto kept = std::remove_if(speculative_.begin(), speculative_.end(), [&](const ReadJob &job) {
+        if (job.ticket != ticket) return false;
+        tags.push_back(job.tag);
+        job.ticket->finish();
+        return true;
+    });
+    speculative_.erase(kept, speculative_.end());
+    return tags;
+}
+
+void ExpertReader::lane_main() {
+    // Signals are the eval thread's business: a lane must not run a Python handler's C part in the middle of a read.
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    const auto bounce = aligned_block(2 * kChunk + 2 * kPage);
+    const int speculative_lanes = std::max(1, options_.lanes - 1);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        const bool may_speculate = !speculative_.empty() && speculating_ < speculative_lanes;
+        if (demand_.empty() && !may_speculate) {
+            if (stop_) return;
+            wake_.wait(lock);
+            continue;
+        }
+        const bool speculative = demand_.empty();
+        std::deque<ReadJob> &queue = speculative ? speculative_ : demand_;
+        const ReadJob job = queue.front();
+        queue.pop_front();
+        speculating_ += speculative;
+        lock.unlock();
+        run(job, bounce.get());
+        lock.lock();
+        speculating_ -= speculative;
+    }
+}
+
+void ExpertReader::run(const ReadJob &job, std::byte *bounce) {
+    const auto start = std::chrono::steady_clock::now();
+    if (job.release_begin != nullptr) WeightRegion::release(job.release_begin, job.release_end);
+    if (job.shard >= 0) {
+        const std::string problem = read_range(job, bounce);
+        if (!problem.empty()) job.ticket->fail({job.shard, job.offset, job.nbytes, job.tag, problem});
+        reads_.fetch_add(1, std::memory_order_relaxed);
+        bytes_.fetch_add(job.nbytes, std::memory_order_relaxed);
+    }
+    const auto spent = std::chrono::steady_clock::now() - start;
+    busy_nanos_.fetch_add(static_cast<uint64_t>(std::chrono::nanoseconds(spent).count()), std::memory_order_relaxed);
+    job.ticket->finish();
+}
+
+std::string ExpertReader::read_range(const ReadJob &job, std::byte *bounce) {
+    Shard &shard = shards_[job.shard];
+    if (job.offset + job.nbytes > shard.size) return "the file ends at byte " + std::to_string(shard.size);
+    if (direct_enabled(job.shard)) {
+        bool unsupported = false;
+        const std::string problem = read_direct(shard, job, bounce, unsupported);
+        if (!unsupported) return problem;
+        fall_back(job.shard, problem);
+    }
+    disk_bytes_.fetch_add(job.nbytes, std::memory_order_relaxed);
+    return read_exact(shard.buffered, job.offset, job.nbytes, job.dest);
+}
+
+std::string ExpertReader::read_direct(Shard &shard, const ReadJob &job, std::byte *bounce, bool &unsupported) {
+    const BlockTarget target(job, bounce, options_.in_place);
+    uint64_t done = 0;
+    while (target.begin + done < target.end) {
+        iovec parts[3];
+        const int count = target.parts_from(done, parts);
+        const ssize_t got = options_.preadv_fn(shard.direct, parts, count, static_cast<off_t>(target.begin + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) {
+            // EINVAL: this file system wants another alignment, or none at all. A plain read can still serve the range.
+            unsupported = errno == EINVAL || errno == EOPNOTSUPP;
+            return std::strerror(errno);
+        }
+        if (got == 0) return "the file ended at byte " + std::to_string(target.begin + done);
+        const auto bytes = static_cast<uint64_t>(got);
+        disk_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+        if (target.begin + done + bytes >= target.end) break;
+        // A short read may stop inside a block; the next one must start on a block again.
+        if (bytes < kPage) {
+            unsupported = true;
+            return "O_DIRECT returned less than a block";
+        }
+        done += floor_block(bytes);
+    }
+    target.copy_ends(job);
+    return {};
+}
+
+std::string ExpertReader::read_exact(int fd, uint64_t offset, uint64_t nbytes, std::byte *dest) {
+    uint64_t done = 0;
+    while (done < nbytes) {
+        const iovec rest{dest + done, nbytes - done};
+        const ssize_t got = options_.preadv_fn(fd, &rest, 1, static_cast<off_t>(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return std::strerror(errno);
+        if (got == 0) return "the file ended at byte " + std::to_string(offset + done);
+        done += static_cast<uint64_t>(got);
+    }
+    return {};
+}
+
+}  // namespace moetriage

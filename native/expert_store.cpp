@@ -1,0 +1,229 @@
+#include "expert_store.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "weight_region.h"
+
+namespace moetriage {
+namespace {
+
+std::vector<uint64_t> bytes_per_layer(const std::vector<ExpertTensor> &tensors, int n_layers) {
+    std::vector<uint64_t> bytes(n_layers, 0);
+    for (const ExpertTensor &tensor : tensors) bytes[tensor.layer] += tensor.expert_bytes;
+    return bytes;
+}
+
+const std::byte *page_floor(const std::byte *address) {
+    return reinterpret_cast<const std::byte *>(reinterpret_cast<uintptr_t>(address) / kPage * kPage);
+}
+
+}  // namespace
+
+ExpertStore::ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_expert, ReaderOptions options,
+                         std::vector<std::string> shards)
+    : tensors_(std::move(tensors)),
+      layer_tensors_(n_layers),
+      layer_bytes_(bytes_per_layer(tensors_, n_layers)),
+      cache_(layer_bytes_, n_expert, 0),
+      ahead_slots_(n_layers),
+      speculated_(static_cast<size_t>(n_layers) * n_expert, 0),
+      last_used_(n_layers),
+      reader_(std::make_unique<ExpertReader>(std::move(shards), options)) {
+    for (int i = 0; i < n_layers; ++i) ahead_.push_back(std::make_unique<ReadTicket>());
+    std::vector<uint8_t> verified(reader_->shards(), 0);
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+        const ExpertTensor &tensor = tensors_[i];
+        layer_tensors_[tensor.layer].push_back(static_cast<int>(i));
+        if (!std::exchange(verified[tensor.shard], 1)) reader_->verify_direct(tensor.shard, tensor.offset, tensor.expert_bytes);
+    }
+}
+
+void ExpertStore::settle(int layer) {
+    if (ahead_slots_[layer].empty()) return;
+    ReadTicket &ticket = *ahead_[layer];
+    std::vector<int32_t> lost;
+    for (const int64_t slot : reader_->cancel(&ticket)) lost.push_back(static_cast<int32_t>(slot));
+    ticket.wait();
+    if (ticket.failed()) lost = ahead_slots_[layer];  // a real read, if it comes, reports the cause
+    ticket.reset();
+    std::sort(lost.begin(), lost.end());
+    lost.erase(std::unique(lost.begin(), lost.end()), lost.end());
+    prefetch_.cancelled += lost.size();
+    forget(lost);
+    ahead_slots_[layer].clear();
+}
+
+void ExpertStore::load(int layer, const std::vector<int32_t> &experts, std::vector<uint8_t> &missed) {
+    jobs_.clear();
+    missing_.clear();
+    loading_.clear();
+    missed.assign(experts.size(), 0);
+    evicted_ = cache_.begin_batch();
+    for (size_t i = 0; i < experts.size(); ++i) {
+        const int32_t slot = cache_.slot(layer, experts[i]);
+        if (cache_.lookup(slot)) {
+            prefetch_.hits += std::exchange(speculated_[slot], 0);
+            continue;
+        }
+        missed[i] = 1;
+        missing_.push_back(experts[i]);
+        loading_.push_back(slot);
+    }
+    for (const int32_t slot : loading_) cache_.insert(slot);
+    const std::vector<int32_t> &gone = cache_.evict();
+    evicted_.insert(evicted_.end(), gone.begin(), gone.end());
+    release_evicted(evicted_, jobs_);
+    if (!missing_.empty()) {
+        std::sort(missing_.begin(), missing_.end());
+        add_reads(layer, missing_, false, &early_, jobs_);
+        add_reads(layer, missing_, true, &late_, jobs_);
+        late_layer_ = layer;
+    }
+    reader_->submit(jobs_, false);
+}
+
+bool ExpertStore::wait_early() {
+    early_.wait();
+    return !early_.failed() || finish_batch(early_);
+}
+
+bool ExpertStore::wait_late() {
+    late_.wait();
+    late_layer_ = -1;
+    return !late_.failed() || finish_batch(late_);
+}
+
+bool ExpertStore::finish_batch(ReadTicket &ticket) {
+    failure_ = ticket.failure();
+    quiesce();
+    return false;
+}
+
+void ExpertStore::quiesce() {
+    for (size_t layer = 0; layer < ahead_.size(); ++layer) settle(static_cast<int>(layer));
+    early_.wait();
+    late_.wait();
+    if (early_.failed() || late_.failed()) forget(loading_);
+    early_.reset();
+    late_.reset();
+    late_layer_ = -1;
+    loading_.clear();
+}
+
+void ExpertStore::forget(const std::vector<int32_t> &slots) {
+    std::vector<ReadJob> releases;
+    for (const int32_t slot : slots) {
+        cache_.erase(slot);
+        speculated_[slot] = 0;
+    }
+    for (const int32_t slot : slots) add_release(slot, &early_, releases);
+    for (const ReadJob &job : releases) WeightRegion::release(job.release_begin, job.release_end);
+}
+
+void ExpertStore::release_evicted(const std::vector<int32_t> &slots, std::vector<ReadJob> &jobs) {
+    for (const int32_t slot : slots) {
+        if (cache_.resident(slot)) continue;  // with the cache off a batch may ask again for what was just dropped
+        const int layer = cache_.layer_of(slot);
+        speculated_[slot] = 0;
+        // A lane may still be writing here; its pages may go only when it has finished.
+        const auto &ahead = ahead_slots_[layer];
+        if (std::find(ahead.begin(), ahead.end(), slot) != ahead.end()) settle(layer);
+        add_release(slot, &early_, jobs);
+    }
+}
+
+// Give back every page that no resident expert shares. Borders fall inside pages, so an expert's first and last page may stay until
+// the neighbour goes as well.
+void ExpertStore::add_release(int32_t slot, ReadTicket *ticket, std::vector<ReadJob> &jobs) const {
+    const int expert = cache_.expert_of(slot);
+    for (const int index : layer_tensors_[cache_.layer_of(slot)]) {
+        const ExpertTensor &tensor = tensors_[index];
+        const std::byte *begin = tensor.base + tensor.expert_bytes * static_cast<uint64_t>(expert);
+        const std::byte *end = begin + tensor.expert_bytes;
+        const std::byte *first = page_floor(begin);
+        const std::byte *last = page_floor(end - 1);
+        if (page_in_use(tensor, first)) first += kPage;
+        const std::byte *stop = page_in_use(tensor, last) ? last : last + kPage;
+        if (stop <= first) continue;
+        ReadJob job;
+        job.release_begin = first;
+        job.release_end = stop;
+        job.ticket = ticket;
+        job.tag = slot;
+        jobs.push_back(job);
+    }
+}
+
+bool ExpertStore::page_in_use(const ExpertTensor &tensor, const std::byte *page) const {
+    const int64_t bytes = static_cast<int64_t>(tensor.expert_bytes);
+    const int64_t from = std::max<int64_t>(0, page - tensor.base);
+    const int64_t to = std::max<int64_t>(0, page + kPage - 1 - tensor.base);
+    const int last = static_cast<int>(std::min<int64_t>(cache_.experts() - 1, to / bytes));
+    for (int expert = static_cast<int>(from / bytes); expert <= last; ++expert) {
+        if (cache_.resident(cache_.slot(tensor.layer, expert))) return true;
+    }
+    return false;
+}
+
+// Neighbouring experts lie side by side in the file and in memory, so a run of them is one job.
+void ExpertStore::add_reads(int layer, const std::vector<int32_t> &experts, bool late, ReadTicket *ticket,
+                            std::vector<ReadJob> &jobs) const {
+    for (const int index : layer_tensors_[layer]) {
+        const ExpertTensor &tensor = tensors_[index];
+        if (tensor.late != late) continue;
+        for (size_t i = 0; i < experts.size();) {
+            size_t next = i + 1;
+            while (next < experts.size() && experts[next] == experts[next - 1] + 1) ++next;
+            const uint64_t start = tensor.expert_bytes * static_cast<uint64_t>(experts[i]);
+            ReadJob job;
+            job.shard = tensor.shard;
+            job.offset = tensor.offset + start;
+            job.nbytes = tensor.expert_bytes * (next - i);
+            job.dest = tensor.base + start;
+            job.ticket = ticket;
+            job.tag = cache_.slot(layer, experts[i]);
+            jobs.push_back(job);
+            i = next;
+        }
+    }
+}
+
+void ExpertStore::prefetch(int layer, int depth) {
+    const int layers = cache_.layers();
+    for (int ahead = 1; ahead <= std::min(depth, layers - 1); ++ahead) {
+        const int target = (layer + ahead) % layers;
+        jobs_.clear();
+        for (const int32_t expert : last_used_[target]) speculate(target, expert, jobs_);
+        reader_->submit(jobs_, true);
+    }
+}
+
+void ExpertStore::speculate(int layer, int expert, std::vector<ReadJob> &jobs) {
+    const int32_t slot = cache_.slot(layer, expert);
+    if (cache_.resident(slot)) return;
+    cache_.insert(slot);
+    std::vector<ReadJob> releases;
+    release_evicted(cache_.evict(), releases);
+    for (const ReadJob &job : releases) WeightRegion::release(job.release_begin, job.release_end);
+    if (cache_.resident_bytes() > cache_.budget_bytes()) {
+        cache_.erase(slot);  // the current batch fills the budget: there is no room for a guess
+        return;
+    }
+    speculated_[slot] = 1;
+    ahead_slots_[layer].push_back(slot);
+    ++prefetch_.issued;
+    for (const bool late : {false, true}) add_reads(layer, {expert}, late, ahead_[layer].get(), jobs);
+}
+
+std::pair<int, int> ExpertStore::locate(int32_t shard, uint64_t offset) const {
+    for (const ExpertTensor &tensor : tensors_) {
+        const uint64_t size = tensor.expert_bytes * static_cast<uint64_t>(cache_.experts());
+        if (tensor.shard == shard && offset >= tensor.offset && offset < tensor.offset + size) {
+            return {tensor.layer, static_cast<int>((offset - tensor.offset) / tensor.expert_bytes)};
+        }
+    }
+    return {-1, -1};
+}
+
+}  // namespace moetriage

@@ -1,0 +1,94 @@
+// The experts of a model in memory: joins the cache's decisions with reads and released pages.
+//
+// In: for each layer batch the distinct experts it needs. Out: their bytes in place, or the failure of a read. All methods run on the
+// eval thread, the only writer of the cache; the lanes of the reader only move bytes.
+// Memory rule: an expert's place is fixed (its offset in the tensor), resident or not. Evicting gives its pages back.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "expert_cache.h"
+#include "expert_reader.h"
+
+namespace moetriage {
+
+struct ExpertTensor {
+    std::string name;
+    int layer = 0;  // MoE layer index
+    int32_t shard = 0;
+    uint64_t offset = 0;        // of expert 0 in the shard
+    uint64_t expert_bytes = 0;  // distance between two experts, in the file and in memory
+    std::byte *base = nullptr;  // where expert 0 belongs
+    bool late = false;          // only the layer's last product reads it
+};
+
+struct PrefetchCounters {
+    uint64_t issued = 0;     // experts read ahead
+    uint64_t hits = 0;       // of those, found by a lookup before they were evicted
+    uint64_t cancelled = 0;  // taken back because the layer came first
+};
+
+class ExpertStore {
+   public:
+    ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_expert, ReaderOptions options, std::vector<std::string> shards);
+
+    // Finish what speculation has under way on this layer, so that residency is settled.
+    void settle(int layer);
+
+    // Look up the layer's distinct experts, evict, and start reading the missing ones. missed[i] tells whether experts[i] is read.
+    void load(int layer, const std::vector<int32_t> &experts, std::vector<uint8_t> &missed);
+
+    // Wait for what the first products need / for the rest. False: a read failed, nothing of this batch is resident, see failure().
+    bool wait_early();
+    bool wait_late();
+    bool late_pending(int layer) const { return late_layer_ == layer; }
+
+    // Read ahead what the previous token used in the `depth` layers after this one, wrapping into the next token.
+    void prefetch(int layer, int depth);
+    void remember_used(int layer, const std::vector<int32_t> &experts) { last_used_[layer] = experts; }
+
+    // After a stopped generation: no read is under way any more, and what was not completely loaded is forgotten.
+    void quiesce();
+
+    uint64_t layer_expert_bytes(int layer) const { return layer_bytes_[layer]; }
+    ExpertCache &cache() { return cache_; }
+    const ExpertCache &cache() const { return cache_; }
+    ExpertReader &reader() { return *reader_; }
+    const ExpertReader &reader() const { return *reader_; }
+    const PrefetchCounters &prefetch_counters() const { return prefetch_; }
+    const ReadFailure &failure() const { return failure_; }
+    // MoE layer and expert that a byte of a shard belongs to; {-1, -1} if none.
+    std::pair<int, int> locate(int32_t shard, uint64_t offset) const;
+
+   private:
+    void add_release(int32_t slot, ReadTicket *ticket, std::vector<ReadJob> &jobs) const;
+    void add_reads(int layer, const std::vector<int32_t> &experts, bool late, ReadTicket *ticket, std::vector<ReadJob> &jobs) const;
+    bool page_in_use(const ExpertTensor &tensor, const std::byte *page) const;
+    bool finish_batch(ReadTicket &ticket);
+    void forget(const std::vector<int32_t> &slots);
+    void release_evicted(const std::vector<int32_t> &slots, std::vector<ReadJob> &jobs);
+    void speculate(int layer, int expert, std::vector<ReadJob> &jobs);
+
+    std::vector<ExpertTensor> tensors_;
+    std::vector<std::vector<int>> layer_tensors_;
+    std::vector<uint64_t> layer_bytes_;
+    ExpertCache cache_;
+    ReadTicket early_, late_;
+    int late_layer_ = -1;
+    std::vector<int32_t> loading_;  // slots of the current batch whose reads may be under way
+    std::vector<int32_t> missing_;
+    std::vector<int32_t> evicted_;
+    std::vector<ReadJob> jobs_;
+    std::vector<std::unique_ptr<ReadTicket>> ahead_;  // one ticket per layer for its speculative reads
+    std::vector<std::vector<int32_t>> ahead_slots_;
+    std::vector<uint8_t> speculated_;
+    std::vector<std::vector<int32_t>> last_used_;
+    PrefetchCounters prefetch_;
+    ReadFailure failure_;
+    std::unique_ptr<ExpertReader> reader_;  // last: its lanes must end before the tickets they report to
+};
+
+}  // namespace moetriage

@@ -1,0 +1,67 @@
+#include "model_source.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace moetriage {
+
+ModelSource::ModelSource(const std::string &libggml_base, std::vector<std::byte> header, uint64_t size, std::vector<Segment> segments,
+                         std::vector<std::string> shards)
+    : api_(GgmlApi::open(libggml_base)),
+      ops_(api_.probe()),
+      shards_(std::move(shards)),
+      experts_(api_, "moetriage-experts"),
+      dense_(api_, "moetriage-dense"),
+      file_(std::make_unique<VirtualFile>(std::move(header), size, std::move(segments), shards_)) {}
+
+ModelSource::~ModelSource() {
+    for (const Mapping &mapping : mappings_) {
+        if (mapping.address != nullptr) munmap(mapping.address, mapping.size);
+    }
+}
+
+void ModelSource::bind_experts(const std::vector<TensorPlace> &tensors) {
+    for (const TensorPlace &place : tensors) {
+        if (GgmlTensor *tensor = experts_.find(place.name)) experts_.mirror(tensor, place.offset);
+    }
+    experts_.release_all();
+}
+
+void ModelSource::map_dense(const std::vector<TensorPlace> &tensors) {
+    mappings_.resize(shards_.size());
+    for (const TensorPlace &place : tensors) {
+        GgmlTensor *tensor = dense_.find(place.name);
+        if (tensor == nullptr) continue;  // the model does not use it
+        Mapping &mapping = mappings_[static_cast<size_t>(place.shard)];
+        if (mapping.address == nullptr) {
+            const std::string &path = shards_[static_cast<size_t>(place.shard)];
+            const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+            struct stat info {};
+            if (fd < 0 || fstat(fd, &info) != 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+            mapping.size = static_cast<size_t>(info.st_size);
+            mapping.address = mmap(nullptr, mapping.size, PROT_READ, MAP_SHARED, fd, 0);
+            close(fd);
+            if (mapping.address == MAP_FAILED) {
+                mapping.address = nullptr;
+                throw std::runtime_error(path + ": cannot be mapped: " + std::strerror(errno));
+            }
+        }
+        tensor->data = static_cast<std::byte *>(mapping.address) + place.offset;
+    }
+    dense_.release_all();
+}
+
+std::byte *ModelSource::address(const std::string &name) const {
+    const GgmlTensor *tensor = experts_.find(name);
+    if (tensor == nullptr || tensor->data == nullptr) throw std::runtime_error("llama.cpp created no tensor named " + name);
+    return static_cast<std::byte *>(tensor->data);
+}
+
+}  // namespace moetriage

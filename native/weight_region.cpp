@@ -1,0 +1,108 @@
+#include "weight_region.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace moetriage {
+namespace {
+
+WeightRegion *self(GgmlBufferType *buft) {
+    return static_cast<WeightRegion *>(buft->context);
+}
+
+constexpr size_t round_up(size_t value) {
+    return (value + kPage - 1) / kPage * kPage;
+}
+
+}  // namespace
+
+WeightRegion::WeightRegion(const GgmlApi &api, std::string name) : api_(api), name_(std::move(name)) {
+    // The device stays the CPU's own (upstream's CPU buffer types leave it empty too): only the functions and the context are ours.
+    std::memcpy(&buft_, api_.cpu_buffer_type(), sizeof buft_);
+    buft_.get_name = name_of;
+    buft_.alloc_buffer = allocate;
+    buft_.get_alignment = alignment;
+    buft_.get_max_size = max_size;
+    buft_.get_alloc_size = alloc_size;
+    buft_.is_host = is_host;
+    buft_.context = this;
+    probe();
+}
+
+WeightRegion::~WeightRegion() {
+    for (const Mapping &mapping : mappings_) munmap(mapping.address, mapping.size);
+}
+
+void WeightRegion::probe() {
+    char storage[sizeof(GgmlTensor)] = {};
+    auto *tensor = reinterpret_cast<GgmlTensor *>(storage);
+    tensor->type = kTypeF32;
+    for (int i = 0; i < 4; ++i) tensor->ne[i] = 1, tensor->nb[i] = 4;
+    const bool agrees = api_.buft_name(&buft_) == name_.c_str() && api_.buft_get_alignment(&buft_) == kPage &&
+                        api_.buft_get_max_size(&buft_) == SIZE_MAX / 2 && api_.buft_get_alloc_size(&buft_, tensor) == 2 * kPage &&
+                        api_.buft_is_host(&buft_) && api_.buft_get_device(&buft_) == api_.buft_get_device(api_.cpu_buffer_type());
+    tensors_.clear();
+    if (!agrees) {
+        throw std::runtime_error("buffer types of the installed llama.cpp are laid out differently; install llama-cpp-python 0.3.36");
+    }
+}
+
+const char *WeightRegion::name_of(GgmlBufferType *buft) {
+    return self(buft)->name_.c_str();
+}
+
+size_t WeightRegion::alignment(GgmlBufferType *) {
+    return kPage;
+}
+
+size_t WeightRegion::max_size(GgmlBufferType *) {
+    return SIZE_MAX / 2;
+}
+
+bool WeightRegion::is_host(GgmlBufferType *) {
+    return true;
+}
+
+// One page more than the data: room to mirror the file's offset, and for a direct read that rounds outward at the end.
+size_t WeightRegion::alloc_size(GgmlBufferType *buft, const GgmlTensor *tensor) {
+    WeightRegion *region = self(buft);
+    region->tensors_[tensor->name] = const_cast<GgmlTensor *>(tensor);
+    return round_up(region->api_.nbytes(tensor)) + kPage;
+}
+
+void *WeightRegion::allocate(GgmlBufferType *buft, size_t size) {
+    WeightRegion *region = self(buft);
+    const size_t bytes = round_up(size == 0 ? 1 : size);
+    void *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED) return nullptr;
+    // Huge pages would commit 2 MiB for each first touch, whoever owns the neighbouring expert.
+    madvise(address, bytes, MADV_NOHUGEPAGE);
+    region->mappings_.push_back({address, bytes});
+    region->reserved_ += bytes;
+    return region->api_.cpu_buffer_from_ptr(address, bytes);
+}
+
+GgmlTensor *WeightRegion::find(const std::string &name) const {
+    const auto it = tensors_.find(name);
+    return it == tensors_.end() ? nullptr : it->second;
+}
+
+void WeightRegion::mirror(GgmlTensor *tensor, uint64_t file_offset) const {
+    auto address = reinterpret_cast<uintptr_t>(tensor->data);
+    tensor->data = reinterpret_cast<void *>(address / kPage * kPage + file_offset % kPage);
+}
+
+void WeightRegion::release(const std::byte *begin, const std::byte *end) {
+    const uintptr_t first = round_up(reinterpret_cast<uintptr_t>(begin));
+    const uintptr_t last = reinterpret_cast<uintptr_t>(end) / kPage * kPage;
+    if (last > first) madvise(reinterpret_cast<void *>(first), last - first, MADV_DONTNEED);
+}
+
+void WeightRegion::release_all() {
+    for (const Mapping &mapping : mappings_) madvise(mapping.address, mapping.size, MADV_DONTNEED);
+}
+
+}  // namespace moetriage

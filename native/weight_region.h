@@ -1,0 +1,67 @@
+// Address space for weights that llama.cpp believes it allocated, and that we fill (or leave empty) ourselves.
+//
+// In: a buffer type handed to llama.cpp through the public tensor_buft_overrides. Out: the tensors it placed there, each in pages of
+// its own, and ranges of those pages to release. Knows no cache and no file.
+// Why a buffer type of our own: the memory is reserved without being committed (MAP_NORESERVE), so a model larger than memory loads
+// under the kernel's default overcommit rule, which refuses a single malloc above RAM + swap. See docs/seam.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ggml_view.h"
+
+namespace moetriage {
+
+constexpr size_t kPage = 4096;  // also the O_DIRECT block we assume: a multiple of every logical block size in use
+
+class WeightRegion {
+   public:
+    WeightRegion(const GgmlApi &api, std::string name);
+    ~WeightRegion();
+    WeightRegion(const WeightRegion &) = delete;
+    WeightRegion &operator=(const WeightRegion &) = delete;
+
+    // The buffer type to pass in tensor_buft_overrides. Throws std::runtime_error if ggml's accessors do not agree with our view of it.
+    GgmlBufferType *buffer_type() { return &buft_; }
+
+    // The tensor llama.cpp created under this name, or nullptr.
+    GgmlTensor *find(const std::string &name) const;
+
+    // Move a tensor's data so that it mirrors `file_offset` modulo the page: a direct read can then land in place.
+    void mirror(GgmlTensor *tensor, uint64_t file_offset) const;
+
+    // Give the pages that lie wholly in [begin, end) back to the system; they read as zeros afterwards.
+    static void release(const std::byte *begin, const std::byte *end);
+
+    // Give every page back. Used once after loading, when some pages may hold zeros that the loader wrote.
+    void release_all();
+
+    size_t reserved_bytes() const { return reserved_; }
+
+   private:
+    static const char *name_of(GgmlBufferType *buft);
+    static void *allocate(GgmlBufferType *buft, size_t size);
+    static size_t alignment(GgmlBufferType *buft);
+    static size_t max_size(GgmlBufferType *buft);
+    static size_t alloc_size(GgmlBufferType *buft, const GgmlTensor *tensor);
+    static bool is_host(GgmlBufferType *buft);
+    void probe();
+
+    struct Mapping {
+        void *address;
+        size_t size;
+    };
+
+    const GgmlApi &api_;
+    std::string name_;
+    GgmlBufferType buft_{};
+    std::map<std::string, GgmlTensor *> tensors_;
+    std::vector<Mapping> mappings_;
+    size_t reserved_ = 0;
+};
+
+}  // namespace moetriage

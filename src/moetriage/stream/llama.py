@@ -1,0 +1,119 @@
+"""``moetriage.Llama``: llama_cpp.Llama over a model larger than memory.
+
+In: a model path, a StreamConfig and llama_cpp's own arguments. Out: everything llama_cpp.Llama offers (completions, chat, grammars, logits
+processors, streaming). Adds the session and tells it which evaluations are prefill and which are decode; writes no text itself.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from moetriage.config import StreamConfig
+from moetriage.errors import UsageError
+from moetriage.gguf.layout import read_layout
+from moetriage.stream import llama_api
+from moetriage.stream.routing import load_routing
+from moetriage.stream.session import Session
+from moetriage.types import Phase
+
+#: Arguments of llama_cpp.Llama that streaming decides itself.
+_OURS = {
+    "use_mmap": "use StreamConfig(mmap=True) for a mapped model, or StreamConfig(dense_weights=...)",
+    "use_mlock": "the cache is the memory that is kept; size it with StreamConfig(cache_mb=...)",
+    "embedding": "embeddings are not supported",
+    "vocab_only": "use llama_cpp.Llama to load a vocabulary",
+}
+
+
+class Llama(llama_cpp.Llama):
+    """Run a Mixture-of-Experts model, reading from disk only the experts that each token routes to.
+
+    model_path: a GGUF file, or the first shard of a split one.
+    stream: how experts are streamed; the default is lossless with an automatically sized cache.
+    record_routes: keep routing records for ``session.on_routes`` (costs a few synchronisation points a layer).
+    notify: called with one line for each thing the user should know; default: ``warnings.warn``.
+    kwargs: llama_cpp.Llama's arguments. ``n_threads`` defaults to the processors this process may use; ``verbose`` to False.
+
+    Raises UsageError and its kinds for settings or files that cannot work, GraphError for a graph that cannot be streamed. A failed read
+    raises ReadError from the generation; the object stays usable.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        stream: StreamConfig | None = None,
+        record_routes: bool = False,
+        notify: Callable[[str], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = stream or StreamConfig()
+        config.validate()
+        _refuse_ours(kwargs)
+        layout = read_layout(Path(model_path))
+        threads = len(os.sched_getaffinity(0))
+        kwargs.setdefault("n_threads", threads)
+        kwargs.setdefault("n_threads_batch", threads)
+        kwargs.setdefault("verbose", False)
+        overrides = dict(kwargs.pop("kv_overrides", None) or {})
+        routing = load_routing(config, layout)
+        if routing.top_k is not None:
+            overrides[f"{layout.arch}.expert_used_count"] = routing.top_k
+        self.session = Session(layout, config, renorm=routing.renorm, record_routes=record_routes, notify=notify or _warn)
+        self.phase = Phase.PREFILL
+        self.sampled: list[int] = []
+        with llama_api.loading_through(self.session.load_model, self.session.init_context):
+            super().__init__(str(model_path), kv_overrides=overrides or None, **kwargs)
+        routing.apply(self.session)
+        # llama_cpp evaluates every batch through this one method of its context.
+        self._ctx.decode = self._decode
+
+    def _decode(self, batch: Any) -> None:
+        try:
+            self.session.decode(self._ctx.ctx, batch.batch, self.phase)
+        except BaseException:
+            self._forget_failed_batch()
+            raise
+
+    def _forget_failed_batch(self) -> None:
+        # Tokens of a stopped batch may be in the KV cache; a recurrent state cannot be cut back and starts over.
+        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+            llama_api.clear_memory(self._ctx.ctx)
+            self.n_tokens = 0
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
+        """Generate tokens as llama_cpp.Llama does; the evaluations up to the first sampled token are the prefill."""
+        self.phase = Phase.PREFILL
+        self.sampled = []
+        self.session.begin_turn()
+        yield from super().generate(tokens, *args, **kwargs)
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """Sample a token as llama_cpp.Llama does; what is evaluated next is decoding."""
+        token = int(super().sample(*args, **kwargs))
+        self.phase = Phase.DECODE
+        self.sampled.append(token)
+        return token
+
+    def reset(self) -> None:
+        """Forget the sequence; the expert cache stays warm."""
+        super().reset()
+        self.phase = Phase.PREFILL
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def _refuse_ours(kwargs: dict[str, Any]) -> None:
+    for name, advice in _OURS.items():
+        if kwargs.get(name):
+            raise UsageError(f"{name}={kwargs[name]!r} has no place here: {advice}")
+    if kwargs.get("n_gpu_layers"):
+        raise UsageError(f"n_gpu_layers={kwargs['n_gpu_layers']}: experts are streamed to the CPU's memory; leave it out")

@@ -1,0 +1,81 @@
+"""Recorded routing on its way into a session: what is forced (``--force-routing``) and what is dropped again (``--replay-drops``).
+
+In: the traces a StreamConfig names. Out: arrays in the native hook, once the graph has told how many MoE layers there are.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moetriage.config import StreamConfig
+from moetriage.errors import UsageError
+from moetriage.gguf.layout import ModelLayout
+
+if TYPE_CHECKING:
+    from moetriage.stream.session import Session
+    from moetriage.trace.reader import Trace
+    from moetriage.trace.steps import PhaseSteps
+
+#: Key of a trace's header under which a run keeps how it renormalised; a replayed drop must do the same.
+RENORM_KEY = "drop_renorm"
+
+
+@dataclass(frozen=True)
+class RecordedRouting:
+    """Traces that were read before the model is loaded; ``top_k`` is the routing's width to load it with, if it is not its own."""
+
+    top_k: int | None
+    forced: Trace | None = None
+    replayed: Trace | None = None
+
+    @property
+    def renorm(self) -> bool | None:
+        """How the run behind the replayed trace renormalised; None without one."""
+        return None if self.replayed is None else bool(json.loads(self.replayed.meta.extra.get(RENORM_KEY, "true")))
+
+    def apply(self, session: Session) -> None:
+        """Hand the arrays to the session's hook. Raises TraceError for a trace of another model."""
+        shape = {"n_expert": session.layout.n_expert, "n_layers": len(session.layers)}
+        if self.forced is not None:
+            from moetriage.trace.steps import forced_routing
+
+            forced = forced_routing(self.forced, path=str(session.layout.paths[0]), **shape)
+            session.hook.force_routing(len(session.layers), forced.top_k, *_forced(forced.prefill), *_forced(forced.decode))
+        if self.replayed is not None:
+            from moetriage.trace.steps import dropped_set
+
+            dropped = dropped_set(self.replayed, top_k=session.top_k, **shape)
+            session.hook.replay_drops(
+                len(session.layers), dropped.top_k, _flags(dropped.prefill.dropped_TLK), _flags(dropped.decode.dropped_TLK)
+            )
+
+
+def load_routing(config: StreamConfig, layout: ModelLayout) -> RecordedRouting:
+    """Read the traces that ``config`` names. Raises TraceError for a bad trace, UsageError for a width the model cannot have."""
+    forced = _read(config.force_routing)
+    top_k = config.n_expert_used if forced is None else forced.meta.n_expert_used
+    if top_k is not None and top_k > layout.n_expert:
+        raise UsageError(f"--n-expert-used {top_k}: the model has {layout.n_expert} experts per layer; use 1 to {layout.n_expert}")
+    return RecordedRouting(top_k=top_k, forced=forced, replayed=_read(config.replay_drops))
+
+
+def _read(path: Path | None) -> Trace | None:
+    if path is None:
+        return None
+    from moetriage.trace.reader import read_trace
+
+    return read_trace(path)
+
+
+def _forced(steps: PhaseSteps) -> tuple[Any, Any, Any]:
+    return steps.expert_TLK, steps.weight_TLK, _flags(steps.present_TL)
+
+
+def _flags(array: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(array, dtype=np.uint8)
