@@ -248,17 +248,21 @@ def tensor_bytes(ggml_type: int, ne: tuple[int, ...]) -> int:
     return elements // block_elements(ggml_type) * block_bytes(ggml_type)
 
 
+def check_weight_type(ggml_type: int) -> None:
+    """Raise UsageError for a type that cannot be made from weights alone (it needs an importance matrix, or is no weight type)."""
+    name = type_names()[ggml_type]
+    if library().ggml_quantize_requires_imatrix(ggml_type) or name in NOT_WEIGHTS:
+        raise UsageError(f"tensor type {name} cannot be made from weights alone; use for example q4_0, q4_K, q6_K, q8_0 or f16")
+
+
 def quantize(values: npt.NDArray[np.float32], ggml_type: int) -> npt.NDArray[np.uint8]:
     """Quantise ``values`` [rows, row elements] f32 and return the blocks' bytes.
 
-    Raises UsageError for a type that cannot be made from weights alone (it needs an importance matrix, or is no weight type).
+    Raises UsageError as ``check_weight_type`` does.
     """
-    lib = library()
-    name = type_names()[ggml_type]
-    if lib.ggml_quantize_requires_imatrix(ggml_type) or name in NOT_WEIGHTS:
-        raise UsageError(f"tensor type {name} cannot be made from weights alone; use for example q4_0, q4_K, q6_K, q8_0 or f16")
+    check_weight_type(ggml_type)
     source = np.ascontiguousarray(values, dtype=np.float32)
     rows, row_elements = source.shape
     out = np.empty(tensor_bytes(ggml_type, (row_elements, rows)), dtype=np.uint8)
-    lib.ggml_quantize_chunk(ggml_type, source.ctypes.data, out.ctypes.data, 0, rows, row_elements, None)
+    library().ggml_quantize_chunk(ggml_type, source.ctypes.data, out.ctypes.data, 0, rows, row_elements, None)
     return out
