@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moetriage.stream.cgroup_files import read_number, read_table
 from moetriage.stream.cgroup_paths import memory_cgroups
 
 #: cgroup v1 writes "no limit" as the largest page-aligned 64-bit number; an exbibyte is beyond every real limit.
@@ -43,7 +44,7 @@ def memory_limit(proc_root: Path = Path("/proc"), sys_root: Path = Path("/sys"))
     Looks at every level from the process's own cgroup up to the mount, since the tightest may be any of them. What cannot be read is left
     out; where nothing can be, 0 bytes are available, because a guess would risk the process.
     """
-    meminfo = _read_table(proc_root / "meminfo", unit=1024)
+    meminfo = read_table(proc_root / "meminfo", unit=1024)
     # A limit at or above the host's memory never binds before the host does.
     ceiling = min(meminfo.get("MemTotal:", _NO_LIMIT_BYTES), _NO_LIMIT_BYTES)
     limits = [limit for limit in _cgroup_limits(proc_root, sys_root) if limit.limit_bytes is not None and limit.limit_bytes < ceiling]
@@ -63,51 +64,32 @@ def _cgroup_limits(proc_root: Path, sys_root: Path) -> Iterator[MemoryLimit]:
 
 def _v2_limits(levels: tuple[Path, ...]) -> Iterator[MemoryLimit]:
     for level in levels:
-        stat = _read_table(level / "memory.stat")
+        stat = read_table(level / "memory.stat")
         cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)
-        used = _read_number(level / "memory.current") or 0
+        used = read_number(level / "memory.current") or 0
         # Above memory.high nothing is killed, but every allocation is throttled: as a size for a cache it is as final as memory.max.
         for name in ("memory.max", "memory.high"):
-            limit = _read_number(level / name)
+            limit = read_number(level / name)
             if limit is not None:
                 yield _leave(limit, used, cache, str(level / name))
 
 
 def _v1_limits(levels: tuple[Path, ...]) -> Iterator[MemoryLimit]:
     for depth, level in enumerate(levels):
-        stat = _read_table(level / "memory.stat")
+        stat = read_table(level / "memory.stat")
         cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
-        used = _read_number(level / "memory.usage_in_bytes") or 0
-        limit = _read_number(level / "memory.limit_in_bytes")
+        used = read_number(level / "memory.usage_in_bytes") or 0
+        limit = read_number(level / "memory.limit_in_bytes")
         if limit is not None:
             yield _leave(limit, used, cache, str(level / "memory.limit_in_bytes"))
         # The kernel's own minimum over all ancestors: in a container the tightest of them may lie above what is mounted.
         if depth == 0 and "hierarchical_memory_limit" in stat:
             yield _leave(stat["hierarchical_memory_limit"], used, cache, f"{level / 'memory.stat'} hierarchical_memory_limit")
         above = levels[depth + 1] if depth + 1 < len(levels) else None
-        if above is not None and _read_number(above / "memory.use_hierarchy") == 0:
+        if above is not None and read_number(above / "memory.use_hierarchy") == 0:
             return  # old kernels: this ancestor neither counts nor limits what its children use
 
 
 def _leave(limit: int, used: int, cache: int, source: str) -> MemoryLimit:
     held = max(0, used - cache)
     return MemoryLimit(max(0, limit - held), source, limit)
-
-
-def _read_number(path: Path) -> int | None:
-    """Return the number in a one-line file; None for "max", for a missing or unreadable file and for anything else."""
-    try:
-        text = path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _read_table(path: Path, *, unit: int = 1) -> dict[str, int]:
-    """Return the "name number" lines of a file such as memory.stat, numbers times unit; empty when it cannot be read."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
-    fields = (line.split() for line in lines)
-    return {field[0]: int(field[1]) * unit for field in fields if len(field) >= 2 and field[1].isascii() and field[1].isdigit()}
