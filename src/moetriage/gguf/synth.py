@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moetriage.errors import UsageError
 from moetriage.gguf.architectures import TensorPlan, architecture_keys, tensor_plan
+from moetriage.gguf.bigfile import BigFile
 from moetriage.gguf.blocks import BlockSource, TypedPlan
 from moetriage.gguf.ggml_api import GgufType, block_elements, check_weight_type, type_id
 from moetriage.gguf.hparams import MAX_LAYERS
@@ -29,6 +30,8 @@ Progress = Callable[[int, int], None]
 #: What a header may take besides the vocabulary, for the check of free space.
 _HEADER_SLACK = 4 * 1024 * 1024
 MAX_SHARDS = 999
+#: Files from this size on are written past the page cache; smaller ones are about to be read and may stay in it.
+DIRECT_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ def _check_target(out: Path, files: list[_File], force: bool) -> None:
 
 def _write_file(file: _File, path: Path, source: BlockSource, done: int, total: int, progress: Progress | None) -> int:
     """Write one file and return the bytes of data written so far, over all files."""
-    with path.open("wb") as target:
+    with BigFile(path, direct=file.data_bytes >= DIRECT_BYTES) as target:
         target.write(_header(file))
         for tensor in file.tensors:
             padding = bytes(aligned(tensor.nbytes) - tensor.nbytes)
