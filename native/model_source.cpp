@@ -29,9 +29,9 @@ ModelSource::~ModelSource() {
 
 void ModelSource::bind_experts(const std::vector<TensorPlace> &tensors) {
     for (const TensorPlace &place : tensors) {
-        if (GgmlTensor *tensor = experts_.find(place.name)) experts_.mirror(tensor, place.offset);
+        if (GgmlTensor *tensor = experts_.find(place.name)) experts_.place_apart(tensor, place.offset);
     }
-    experts_.release_all();
+    experts_.seal();
 }
 
 void ModelSource::map_dense(const std::vector<TensorPlace> &tensors) {
@@ -55,7 +55,7 @@ void ModelSource::map_dense(const std::vector<TensorPlace> &tensors) {
         }
         tensor->data = static_cast<std::byte *>(mapping.address) + place.offset;
     }
-    dense_.release_all();
+    dense_.seal();
 }
 
 std::byte *ModelSource::address(const std::string &name) const {

@@ -35,7 +35,7 @@ class ModelSource {
     const std::vector<std::string> &shards() const { return shards_; }
     uint64_t reserved_bytes() const { return experts_.reserved_bytes(); }
 
-    // After loading: let each expert tensor mirror its file offset and drop what the loader wrote there. Returns nothing to read yet.
+    // After loading: give each expert tensor reserved memory of its own that mirrors its file offset. Nothing is read yet.
     void bind_experts(const std::vector<TensorPlace> &tensors);
 
     // Let dense tensors point into a read-only mapping of their shard instead of own memory.

@@ -6,6 +6,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
@@ -211,6 +212,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("dense_buffer_type", [](ModelSource &s) { return reinterpret_cast<uintptr_t>(s.dense_buffer_type()); })
         .def_prop_ro("read_error", &ModelSource::read_error)
         .def_prop_ro("reserved_bytes", &ModelSource::reserved_bytes)
+        .def("address", [](ModelSource &s, const std::string &name) { return reinterpret_cast<uintptr_t>(s.address(name)); },
+             "Address of expert 0 of a tensor; for tests that look at the memory itself.")
         .def("bind_experts", [](ModelSource &s, const std::vector<PlaceTuple> &t) { s.bind_experts(places(t)); })
         .def("map_dense", [](ModelSource &s, const std::vector<PlaceTuple> &t) { s.map_dense(places(t)); });
 

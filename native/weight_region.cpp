@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <initializer_list>
 #include <stdexcept>
 #include <utility>
 
@@ -33,7 +34,9 @@ WeightRegion::WeightRegion(const GgmlApi &api, std::string name) : api_(api), na
 }
 
 WeightRegion::~WeightRegion() {
-    for (const Mapping &mapping : mappings_) munmap(mapping.address, mapping.size);
+    for (const auto *mappings : {&allocated_, &apart_}) {
+        for (const Mapping &mapping : *mappings) munmap(mapping.address, mapping.size);
+    }
 }
 
 void WeightRegion::probe() {
@@ -42,7 +45,7 @@ void WeightRegion::probe() {
     tensor->type = kTypeF32;
     for (int i = 0; i < 4; ++i) tensor->ne[i] = 1, tensor->nb[i] = 4;
     const bool agrees = api_.buft_name(&buft_) == name_.c_str() && api_.buft_get_alignment(&buft_) == kPage &&
-                        api_.buft_get_max_size(&buft_) == SIZE_MAX / 2 && api_.buft_get_alloc_size(&buft_, tensor) == 2 * kPage &&
+                        api_.buft_get_max_size(&buft_) == SIZE_MAX / 2 && api_.buft_get_alloc_size(&buft_, tensor) == 4 + 1 &&
                         api_.buft_is_host(&buft_) && api_.buft_get_device(&buft_) == api_.buft_get_device(api_.cpu_buffer_type());
     tensors_.clear();
     if (!agrees) {
@@ -66,23 +69,30 @@ bool WeightRegion::is_host(GgmlBufferType *) {
     return true;
 }
 
-// One page more than the data: room to mirror the file's offset, and for a direct read that rounds outward at the end.
+// ggml asks for every tensor it is about to allocate here: that is how we learn their addresses. (One byte more than the data, so that
+// the probe can tell our answer from the default.)
 size_t WeightRegion::alloc_size(GgmlBufferType *buft, const GgmlTensor *tensor) {
     WeightRegion *region = self(buft);
     region->tensors_[tensor->name] = const_cast<GgmlTensor *>(tensor);
-    return round_up(region->api_.nbytes(tensor)) + kPage;
+    return region->api_.nbytes(tensor) + 1;
+}
+
+WeightRegion::Mapping WeightRegion::reserve(size_t size) {
+    const size_t bytes = round_up(size == 0 ? 1 : size);
+    void *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED) return {nullptr, 0};
+    // Huge pages would commit 2 MiB for each first touch, whoever owns the neighbouring expert.
+    madvise(address, bytes, MADV_NOHUGEPAGE);
+    return {address, bytes};
 }
 
 void *WeightRegion::allocate(GgmlBufferType *buft, size_t size) {
     WeightRegion *region = self(buft);
-    const size_t bytes = round_up(size == 0 ? 1 : size);
-    void *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (address == MAP_FAILED) return nullptr;
-    // Huge pages would commit 2 MiB for each first touch, whoever owns the neighbouring expert.
-    madvise(address, bytes, MADV_NOHUGEPAGE);
-    region->mappings_.push_back({address, bytes});
-    region->reserved_ += bytes;
-    return region->api_.cpu_buffer_from_ptr(address, bytes);
+    const Mapping mapping = reserve(size);
+    if (mapping.address == nullptr) return nullptr;
+    region->allocated_.push_back(mapping);
+    region->reserved_ += mapping.size;
+    return region->api_.cpu_buffer_from_ptr(mapping.address, mapping.size);
 }
 
 GgmlTensor *WeightRegion::find(const std::string &name) const {
@@ -90,19 +100,24 @@ GgmlTensor *WeightRegion::find(const std::string &name) const {
     return it == tensors_.end() ? nullptr : it->second;
 }
 
-void WeightRegion::mirror(GgmlTensor *tensor, uint64_t file_offset) const {
-    auto address = reinterpret_cast<uintptr_t>(tensor->data);
-    tensor->data = reinterpret_cast<void *>(address / kPage * kPage + file_offset % kPage);
+void WeightRegion::place_apart(GgmlTensor *tensor, uint64_t file_offset) {
+    const Mapping mapping = reserve(api_.nbytes(tensor) + 2 * kPage);
+    if (mapping.address == nullptr) throw std::runtime_error("the system has no address space left for the experts");
+    apart_.push_back(mapping);
+    tensor->data = static_cast<std::byte *>(mapping.address) + file_offset % kPage;
+}
+
+void WeightRegion::seal() {
+    for (const Mapping &mapping : allocated_) {
+        madvise(mapping.address, mapping.size, MADV_DONTNEED);
+        mprotect(mapping.address, mapping.size, PROT_NONE);
+    }
 }
 
 void WeightRegion::release(const std::byte *begin, const std::byte *end) {
     const uintptr_t first = round_up(reinterpret_cast<uintptr_t>(begin));
     const uintptr_t last = reinterpret_cast<uintptr_t>(end) / kPage * kPage;
     if (last > first) madvise(reinterpret_cast<void *>(first), last - first, MADV_DONTNEED);
-}
-
-void WeightRegion::release_all() {
-    for (const Mapping &mapping : mappings_) madvise(mapping.address, mapping.size, MADV_DONTNEED);
 }
 
 }  // namespace moetriage

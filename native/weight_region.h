@@ -31,14 +31,15 @@ class WeightRegion {
     // The tensor llama.cpp created under this name, or nullptr.
     GgmlTensor *find(const std::string &name) const;
 
-    // Move a tensor's data so that it mirrors `file_offset` modulo the page: a direct read can then land in place.
-    void mirror(GgmlTensor *tensor, uint64_t file_offset) const;
+    // Give a tensor pages of its own, at an address that mirrors `file_offset` modulo the page: a direct read can then land in place.
+    // (llama.cpp packs tensors back to back.) Throws std::runtime_error if not even address space is left.
+    void place_apart(GgmlTensor *tensor, uint64_t file_offset);
+
+    // Make what llama.cpp allocated inaccessible, once every tensor that matters lives elsewhere.
+    void seal();
 
     // Give the pages that lie wholly in [begin, end) back to the system; they read as zeros afterwards.
     static void release(const std::byte *begin, const std::byte *end);
-
-    // Give every page back. Used once after loading, when some pages may hold zeros that the loader wrote.
-    void release_all();
 
     size_t reserved_bytes() const { return reserved_; }
 
@@ -60,7 +61,10 @@ class WeightRegion {
     std::string name_;
     GgmlBufferType buft_{};
     std::map<std::string, GgmlTensor *> tensors_;
-    std::vector<Mapping> mappings_;
+    static Mapping reserve(size_t size);
+
+    std::vector<Mapping> allocated_;  // by llama.cpp
+    std::vector<Mapping> apart_;
     size_t reserved_ = 0;
 };
 

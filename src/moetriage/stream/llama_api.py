@@ -13,11 +13,32 @@ from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
+from llama_cpp._logger import llama_log_callback
 
+#: The ggml_log_level of errors (llama_cpp's own table predates the current numbering and takes warnings for errors).
+_LOG_ERROR = 4
 #: llama_decode's answer when the abort callback ended the evaluation.
 ABORTED = 2
 
 _PATCH_LOCK = threading.Lock()
+_plain_load, _plain_init = lib.llama_model_load_from_file, lib.llama_init_from_model
+
+
+@contextmanager
+def explained() -> Iterator[list[str]]:
+    """Collect llama.cpp's error messages instead of printing them; yields the list they go to."""
+    reasons: list[str] = []
+
+    @lib.llama_log_callback
+    def collect(level: int, text: bytes, _user_data: Any) -> None:
+        if level == _LOG_ERROR:
+            reasons.append(text.decode(errors="replace").strip())
+
+    lib.llama_log_set(collect, None)
+    try:
+        yield reasons
+    finally:
+        lib.llama_log_set(llama_log_callback, None)
 
 
 class _BufferOverride(ctypes.Structure):
@@ -43,20 +64,19 @@ def loading_through(load_model: Callable[[Any], Any], init_context: Callable[[An
     threads, and everything outside the ``with``, keep the originals.
     """
     owner = threading.get_ident()
-    plain_load, plain_init = lib.llama_model_load_from_file, lib.llama_init_from_model
 
     def load(path: bytes, params: Any) -> Any:
-        return load_model(params) if threading.get_ident() == owner else plain_load(path, params)
+        return load_model(params) if threading.get_ident() == owner else _plain_load(path, params)
 
     def init(model: Any, params: Any) -> Any:
-        return init_context(model, params) if threading.get_ident() == owner else plain_init(model, params)
+        return init_context(model, params) if threading.get_ident() == owner else _plain_init(model, params)
 
     with _PATCH_LOCK:
         lib.llama_model_load_from_file, lib.llama_init_from_model = load, init
         try:
             yield
         finally:
-            lib.llama_model_load_from_file, lib.llama_init_from_model = plain_load, plain_init
+            lib.llama_model_load_from_file, lib.llama_init_from_model = _plain_load, _plain_init
 
 
 def load_streamed(params: Any, file_pointer: int, overrides: ctypes.Array[_BufferOverride]) -> Any:
@@ -70,7 +90,7 @@ def load_mapped(params: Any, path: bytes) -> Any:
     """Load a model the plain way, mapped. Repacking is off: it would copy every expert into memory of its own."""
     params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
     params.use_extra_bufts = False
-    return lib.llama_model_load_from_file(path, params)
+    return _plain_load(path, params)
 
 
 def init_hooked(model: Any, params: Any, *, on_eval: int, on_abort: int, user_data: int) -> Any:
@@ -79,7 +99,7 @@ def init_hooked(model: Any, params: Any, *, on_eval: int, on_abort: int, user_da
     params.cb_eval_user_data = user_data
     params.abort_callback = lib.ggml_abort_callback(on_abort)
     params.abort_callback_data = user_data
-    return lib.llama_init_from_model(model, params)
+    return _plain_init(model, params)
 
 
 def decode_once(ctx: Any, token: int) -> int:

@@ -59,7 +59,9 @@ class Session:
         self._spans = {e.span.name: e.span for e in layout.experts}
         self._blocks = {e.span.name: e.layer for e in layout.experts}
         self._phase_tokens = {Phase.PREFILL: 0, Phase.DECODE: 0}
-        self._last = {name: 0.0 for name in ("hits", "misses", "evictions", "reads", "read_bytes", "routed", "dropped", "hook_nanos", "wait_nanos")}
+        self._last = {
+            name: 0.0 for name in ("hits", "misses", "evictions", "reads", "read_bytes", "routed", "dropped", "hook_nanos", "wait_nanos")
+        }
         self._last_end: float | None = None
         self._step = 0
         drop = config.drop or DropConfig(threshold=0.0)
@@ -78,8 +80,15 @@ class Session:
 
     def load_model(self, params: Any) -> Any:
         """Load the model without reading an expert (or mapped, as a baseline). Raises ModelFileError if llama.cpp refuses it."""
-        if self.config.mmap:
-            return llama_api.load_mapped(params, str(self.layout.paths[0]).encode())
+        first = str(self.layout.paths[0])
+        with llama_api.explained() as reasons:
+            model = llama_api.load_mapped(params, first.encode()) if self.config.mmap else self._load_streamed(params)
+        if model is None:
+            read_error = self._source.read_error if self._source is not None else ""
+            raise ModelFileError(first, read_error or f"llama.cpp cannot load this model ({_cause(reasons)})")
+        return model
+
+    def _load_streamed(self, params: Any) -> Any:
         image = virtual_file(self.layout)
         skip_dense = self.config.dense_weights == "mmap"
         segments = [(s.virtual_offset, s.nbytes, s.shard, s.offset, s.streamed or skip_dense) for s in image.segments]
@@ -89,10 +98,9 @@ class Session:
             self._overrides = llama_api.buffer_overrides(self._placements())
             params.use_extra_bufts = self.config.repack_dense
             model = llama_api.load_streamed(params, self._source.file_pointer, self._overrides)
-            if model is None:
-                raise ModelFileError(shards[0], self._source.read_error or "llama.cpp cannot load this model")
-            self._source.bind_experts([_place(span) for span in self._spans.values()])
-            if skip_dense:
+            if model is not None:
+                self._source.bind_experts([_place(span) for span in self._spans.values()])
+            if model is not None and skip_dense:
                 self._source.map_dense([_place(span) for span in self.layout.dense])
         except RuntimeError as error:
             raise ModelFileError(shards[0], str(error)) from error
@@ -102,9 +110,7 @@ class Session:
         """Make the context, learn its graph without computing it, size the cache and open the readers."""
         before = _private_bytes()
         hook = self.hook
-        ctx = llama_api.init_hooked(
-            model, params, on_eval=hook.callback, on_abort=hook.abort_callback, user_data=hook.user_data
-        )
+        ctx = llama_api.init_hooked(model, params, on_eval=hook.callback, on_abort=hook.abort_callback, user_data=hook.user_data)
         if ctx is None:
             raise ModelFileError(str(self.layout.paths[0]), "llama.cpp could not make a context; try a smaller context size (-c)")
         try:
@@ -134,7 +140,8 @@ class Session:
 
     def _learn(self, ctx: Any, token: int) -> Any:
         self.hook.begin_learning()
-        llama_api.decode_once(ctx, token)
+        with llama_api.explained():  # that the evaluation was ended is no news
+            llama_api.decode_once(ctx, token)
         plan = self._finish_learning()
         llama_api.clear_memory(ctx)
         return plan
@@ -219,21 +226,15 @@ class Session:
         """Evaluate one llama_batch. Raises ReadError, GraphError, or what a signal handler raised; nothing of the batch is kept then."""
         n_tokens = int(batch.n_tokens)
         began = time.perf_counter()
-        for _ in range(MAX_RELEARN):
-            self.hook.begin_batch(int(phase), self._step, self._phase_tokens[phase])
-            status = llama_api.decode_batch(ctx, batch)
-            stop = self.hook.end_batch()
-            if stop != "moved":
-                break
-            self.hook.begin_learning()
-            llama_api.decode_batch(ctx, batch)
-            self.hook.rearm(self._finish_learning())
+        status, stop, reasons = self._evaluate(ctx, batch, phase)
         ended = time.perf_counter()
         if stop:
             self.hook.take_routes()
             self._raise(stop)
         if status != 0:
-            raise ModelFileError(str(self.layout.paths[0]), f"llama.cpp could not evaluate the batch (status {status}); is the context full?")
+            raise ModelFileError(
+                str(self.layout.paths[0]), f"llama.cpp could not evaluate the batch (status {status}); is the context full?"
+            )
         self._account(phase, n_tokens, began, ended)
 
     def _raise(self, stop: str) -> None:
@@ -285,6 +286,11 @@ class Session:
 
 def _place(span: TensorSpan) -> tuple[str, int, int, int]:
     return span.name, span.shard, span.offset, span.nbytes
+
+
+def _cause(reasons: list[str]) -> str:
+    """Return the first message, which names the fault; later ones only pass it on."""
+    return reasons[0].removesuffix(".") if reasons else "it gave no reason"
 
 
 def _private_bytes() -> int:
