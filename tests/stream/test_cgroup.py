@@ -124,6 +124,8 @@ def test_leaving_by_an_interrupt_kills_the_child_and_removes_the_cgroup() -> Non
         with MemoryCgroup(64 * MIB) as cgroup:
             made.append(cgroup.path)
             started.append(subprocess.Popen(cgroup.wrap(["sleep", "60"])))
+            assert cgroup.path is not None
+            wait_until_entered(cgroup.path)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
