@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from moetriage.config import DropConfig, StreamConfig
 from moetriage.errors import BudgetError
-from moetriage.stream.budget import FLOOR_BYTES, Budget, MemoryLimit, resolve_budget
+from moetriage.stream.budget import FLOOR_BYTES, Budget, resolve_budget
+from moetriage.stream.memory_limit import MemoryLimit
 from moetriage.types import MIB
 
 CGROUP_8G = MemoryLimit(8000 * MIB, "/sys/fs/cgroup/memory.max", 8192 * MIB)

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 from moetriage.config import StreamConfig
 from moetriage.errors import BudgetError
-from moetriage.stream.memory_limit import MemoryLimit, memory_limit
+from moetriage.stream.memory_limit import MemoryLimit
 from moetriage.types import MIB
-
-__all__ = ["Budget", "MemoryLimit", "memory_limit", "resolve_budget"]
 
 #: What the process takes beside the counted parts (interpreter, tokenizer, allocator slack, read buffers); "auto" leaves it free.
 FLOOR_BYTES = 256 * MIB
