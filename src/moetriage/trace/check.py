@@ -23,7 +23,8 @@ class WholeSteps:
     """Check rows as they come and hand on those of finished batches.
 
     ``push`` holds back the batch that is still growing, so memory is bounded by one batch; ``finish`` hands it on if it is whole.
-    After a fault everything that follows is ignored; what was handed on stays valid.
+    After a fault everything that follows is ignored; what was handed on stays valid. A prefill batch shows that it is whole only by
+    what comes after it, so one that a fault follows is not handed on.
 
     Attributes: ``fault`` (its index counts from 0 over all rows ever pushed), ``rows_out`` handed on so far, ``last_step`` of those.
     """
@@ -56,11 +57,14 @@ class WholeSteps:
         if order_fault is not None:
             rows, fault = rows.head(order_fault.index), Fault(self.rows_out + order_fault.index, order_fault.reason)
         self._pending, self.fault = rows, fault
-        return self._take(closed=fault is not None)
+        return self._take(at_end=False)
 
-    def finish(self) -> pl.DataFrame:
-        """Return the rows of the last batch if it is whole; if not, return none and set ``fault``."""
-        rows = self._take(closed=True)
+    def finish(self, *, cut: bool = False) -> pl.DataFrame:
+        """Return the rows of the last batch if it is whole; if not, return none and set ``fault``.
+
+        cut: more rows came than were pushed, but could not be read.
+        """
+        rows = self._take(at_end=not cut and self.fault is None)
         if len(self._pending) and self.fault is None:
             self.fault = Fault(self.rows_out + len(self._pending) - 1, self._cut_reason())
         return rows
@@ -102,20 +106,20 @@ class WholeSteps:
         return in_cell if in_batch is None else Fault(in_batch.index * top_k, in_batch.reason)
 
     def _cells(self, rows: pl.DataFrame) -> Cells:
+        """Return the cells that begin in these rows, a torn one at the end included."""
         top_k = self._meta.n_expert_used
-        n_rows = len(rows) // top_k * top_k
-        turn, phase, step, layer = (rows[name].to_numpy()[:n_rows:top_k].astype(np.int64) for name in ("turn", "phase", "step", "layer"))
+        turn, phase, step, layer = (rows[name].to_numpy()[::top_k].astype(np.int64) for name in ("turn", "phase", "step", "layer"))
         return Cells(turn, phase, step, layer, self._rank_of_layer[layer], len(self._meta.moe_layers))
 
-    def _take(self, *, closed: bool) -> pl.DataFrame:
+    def _take(self, *, at_end: bool) -> pl.DataFrame:
         """Hand on the finished batches of what is pending. The last is finished if nothing can follow it in the same batch."""
         cells = self._cells(self._pending)
         starts = cells.batch_starts()
         if len(starts) == 0:
             return self._pending.clear()
         n_cells, last_steps = len(cells.step), cells.last_steps(starts)
-        is_torn = len(self._pending) > n_cells * self._meta.n_expert_used
-        may_end = not is_torn and (closed or cells.phase[-1] == 1)  # a decode batch is one step: its last layer ends it
+        is_torn = len(self._pending) % self._meta.n_expert_used != 0
+        may_end = not is_torn and (at_end or cells.phase[-1] == 1)  # a decode batch is one step: its last layer ends it
         if not (may_end and cells.is_whole(np.array([n_cells - 1]), last_steps[-1:])[0]):
             n_cells, last_steps = int(starts[-1]), last_steps[:-1]
         if n_cells:

@@ -56,6 +56,7 @@ class Cells:
             final: Int64s = self.step[ends - 1]
             return final
         n_steps = np.add.reduceat(self.rank == 0, starts, dtype=np.int64)
+        n_steps[self.phase[starts] == 1] = 1
         return self.step[starts] + np.maximum(n_steps, 1) - 1
 
     def is_whole(self, ends: Int64s, last_steps: Int64s) -> Bools:

@@ -90,7 +90,7 @@ class TraceReader:
                     break
         except TraceError as error:  # a row that cannot be read; what was before it may still end in a whole step
             fault = error
-        if len(whole := steps.finish()):
+        if len(whole := steps.finish(cut=fault is not None)):
             yield whole
         if fault is None and steps.fault is not None:
             fault = TraceError(source.path, steps.fault.reason, row=source.first_row + steps.fault.index)

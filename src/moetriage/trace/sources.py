@@ -14,9 +14,11 @@ import polars as pl
 
 from moetriage.errors import TraceError
 from moetriage.trace.schema import MAGIC, OPTIONAL_COLUMNS, SCHEMA, TraceMeta, parse_header
+from moetriage.trace.seal import seal_fault
 
-#: Key of the Parquet file's metadata under which the header lines of the CSV layout are kept.
+#: Keys of a Parquet file's metadata: the header lines of the CSV layout, and the seal.
 PARQUET_HEADER_KEY = "route_trace"
+PARQUET_SEAL_KEY = "route_trace_seal"
 
 _RAW: dict[str, pl.DataType] = {name: dtype if dtype == pl.Float32 else pl.Int64() for name, dtype in SCHEMA.items()}
 _MAX_LINE = 1 << 20  # a header line or a row beyond this is no text file
@@ -146,21 +148,21 @@ class CsvSource:
 
 
 class ParquetSource:
-    """A trace in Parquet: the same columns, and the header lines of the CSV layout under one key of the file's metadata."""
+    """A trace in Parquet as ``spool`` writes it: the same columns, the header lines of the CSV layout in the metadata, and a seal."""
 
     first_row = 1
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        with path.open("rb"):  # a missing or unreadable file is said in the system's words
-            pass
+        if (fault := seal_fault(path)) is not None:
+            raise TraceError(self.path, fault)
         try:
             header = pl.read_parquet_metadata(path).get(PARQUET_HEADER_KEY)
             types = pl.read_parquet_schema(path)
         except READ_FAULTS as error:
-            raise TraceError(self.path, f"is not a readable Parquet file, or is cut short: {_first_line(error)}") from error
+            raise TraceError(self.path, f"is not a readable Parquet file: {_first_line(error)}") from error
         if header is None:
-            raise TraceError(self.path, f"is a Parquet file but not a route trace: its metadata has no key {PARQUET_HEADER_KEY!r}")
+            raise TraceError(self.path, f"is not a route trace: its metadata has no key {PARQUET_HEADER_KEY!r}")
         self.meta = parse_header(header.split("\n"), self.path)
         check_columns(list(types), self.path, row=None)
         for name, dtype in _RAW.items():

@@ -19,7 +19,8 @@ import polars as pl
 from moetriage.errors import TraceError
 from moetriage.trace.check import WholeSteps
 from moetriage.trace.schema import SCHEMA, TraceMeta, header_lines
-from moetriage.trace.sources import PARQUET_HEADER_KEY
+from moetriage.trace.seal import UNSEALED, seal
+from moetriage.trace.sources import PARQUET_HEADER_KEY, PARQUET_SEAL_KEY
 
 #: Rows of a Parquet row group and of the buffer before it: 8 MB in memory, some 700 tokens of a 48-layer, top-8 model.
 ROW_GROUP_ROWS = 262_144
@@ -33,11 +34,15 @@ class Sink(ABC):
     def __init__(self) -> None:
         self.rows = 0
         self._buffer: list[pl.DataFrame] = []
+        self._buffered_rows = 0
 
     def write(self, frame: pl.DataFrame) -> None:
         """Add whole steps. Raises OSError; what fits of the buffer, up to a whole step, is kept. Not to be called again after that."""
+        if frame.is_empty():
+            return
         self._buffer.append(frame)
-        if sum(len(part) for part in self._buffer) >= self.buffer_rows:
+        self._buffered_rows += len(frame)
+        if self._buffered_rows >= self.buffer_rows:
             self._flush()
 
     def finish(self) -> None:
@@ -51,6 +56,7 @@ class Sink(ABC):
         if self._buffer:
             frame = pl.concat(self._buffer, rechunk=True)
             self._buffer.clear()
+            self._buffered_rows = 0
             self._put(frame)
 
     @abstractmethod
@@ -114,14 +120,14 @@ class CsvSink(Sink):
 
 
 class ParquetSink(Sink):
-    """Parquet, zstd, with the header lines of the CSV layout in the file's metadata."""
+    """Parquet, zstd, with the header lines of the CSV layout in the file's metadata, sealed."""
 
     buffer_rows = ROW_GROUP_ROWS
 
     def __init__(self, target: Path, meta: TraceMeta) -> None:
         super().__init__()
         self._target, self._meta = target, meta
-        self._metadata = {PARQUET_HEADER_KEY: "\n".join(header_lines(meta))}
+        self._metadata = {PARQUET_HEADER_KEY: "\n".join(header_lines(meta)), PARQUET_SEAL_KEY: UNSEALED}
         self._parts: list[tuple[Path, int]] = []
         # Stands for the trace until there is a row, and shows at once whether the place can be written.
         self._empty = _partial(target)
@@ -173,6 +179,7 @@ class ParquetSink(Sink):
         try:
             with path.open("xb", buffering=0) as file:
                 _write_all(file, packed.getvalue())
+            seal(path)
         except OSError:
             path.unlink(missing_ok=True)
             raise
@@ -182,6 +189,7 @@ class ParquetSink(Sink):
         try:
             rows = pl.scan_parquet([path for path, _ in self._parts], glob=False)
             rows.sink_parquet(joined, metadata=self._metadata, row_group_size=ROW_GROUP_ROWS)
+            seal(joined)
         except (OSError, pl.exceptions.PolarsError) as error:
             joined.unlink(missing_ok=True)
             raise OSError(getattr(error, "errno", None) or errno.EIO, str(error).split("\n", 1)[0]) from error
