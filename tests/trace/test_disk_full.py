@@ -130,8 +130,10 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (50_001, resource.RLIM_INFINITY))
 meta = TraceMeta(model="m", arch="a", n_layer=1, n_expert=2, n_expert_used=1, layer_expert_bytes={0: 1})
 writer = RouteWriter(sys.argv[1], meta)
 try:
-    for step in range(100_000):
-        writer.append({name: np.full(1, {"step": step, "phase": 1, "weight": step / 7}.get(name, 0)) for name in SCHEMA})
+    for step in range(0, 100_000, 100):
+        steps = np.arange(step, step + 100)
+        known = {"step": steps, "phase": np.ones(100), "weight": steps / 7}
+        writer.append({name: known.get(name, np.zeros(100)) for name in SCHEMA})
 except TraceError as error:
     print(error.reason)
 writer.close()

@@ -96,11 +96,11 @@ def test_a_trace_of_another_model_cannot_be_forced(n_expert: int, n_layers: int,
     assert str(caught.value) == f"{trace.path}: {reason}"
 
 
-@pytest.mark.parametrize(("phase", "word"), [(0, "decode"), (1, "prefill")])
-def test_a_phase_without_steps_cannot_be_forced(phase: int, word: str, trace: Trace) -> None:
-    only = dataclasses.replace(trace, frame=trace.frame.filter(trace.frame["phase"] == phase))
-    with pytest.raises(TraceError, match=f"has no {word} step"):
-        forced_routing(only, n_expert=8, n_layers=3, path="m.gguf")
+def test_a_phase_without_steps_has_no_tokens(trace: Trace) -> None:
+    only = dataclasses.replace(trace, frame=trace.frame.filter(trace.frame["phase"] == 1))
+    forced = forced_routing(only, n_expert=8, n_layers=3, path="m.gguf")
+    assert (forced.prefill.n_tokens, forced.decode.n_tokens) == (0, 4)
+    assert forced.prefill.expert_TLK.shape == (0, 3, 2)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class PhaseSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedRouting:
-    """Ids and weights to force. ``layers`` are the trace's layer numbers behind L; both phases have at least one token."""
+    """Ids and weights to force. ``layers`` are the trace's layer numbers behind L. A phase may have no token, but not both."""
 
     top_k: int
     n_expert: int
@@ -67,7 +67,7 @@ def forced_routing(trace: Trace, *, n_expert: int, n_layers: int, path: str) -> 
     """Return the routing of ``trace`` for a model of ``n_layers`` MoE layers with ``n_expert`` experts each; ``path`` names that model.
 
     The first ``n_layers`` MoE layers of the trace are taken, further ones left out. The width becomes the trace's.
-    Raises TraceError when the trace has another number of experts, fewer MoE layers, or no token of a phase to force.
+    Raises TraceError when the trace has another number of experts or fewer MoE layers.
     """
     meta = trace.meta
     if meta.n_expert != n_expert:
@@ -76,9 +76,6 @@ def forced_routing(trace: Trace, *, n_expert: int, n_layers: int, path: str) -> 
         raise TraceError(trace.path, f"has {len(meta.moe_layers)} layers with experts and cannot drive {path}, which has {n_layers}")
     layers = meta.moe_layers[:n_layers]
     prefill, decode = (_phase_steps(trace, layers, phase) for phase in Phase)
-    for phase, steps in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
-        if steps.n_tokens == 0:
-            raise TraceError(trace.path, f"has no {phase.name.lower()} step, so there is no routing to force there")
     return ForcedRouting(top_k=meta.n_expert_used, n_expert=n_expert, layers=layers, prefill=prefill, decode=decode)
 
 
