@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moetriage.errors import TraceError
-from moetriage.trace.schema import MAGIC, TraceMeta, header_lines, parse_header
+from moetriage.trace.schema import MAGIC, SCHEMA, TraceMeta, header_lines, parse_header
 
 names = st.text(st.characters(min_codepoint=32, exclude_characters="\x7f", exclude_categories=["Cs", "Cc"]), max_size=30)
 
@@ -95,3 +96,9 @@ def test_wrong_header_is_refused_with_its_reason(part: str, line: str, reason: s
     assert reason in str(caught.value)
     assert "some.csv" in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_every_column_is_documented_with_its_type(repo_root: Path) -> None:
+    text = (repo_root / "docs" / "telemetry.md").read_text()
+    for name, dtype in SCHEMA.items():
+        assert f"| `{name}` | {str(dtype).lower()} |" in text
