@@ -12,15 +12,14 @@
 namespace moetriage {
 namespace {
 
-// stdio passes requests at least as large as its buffer straight through to the caller's memory; smaller ones fill the buffer first
-// and are copied, so they must be given defined bytes.
+// stdio reads ahead this much after a seek. Skipped ranges smaller than that are read as zeros instead, which costs nothing worth saving.
 constexpr size_t kStdioBuffer = 1 << 16;
 
 }  // namespace
 
 VirtualFile::VirtualFile(std::vector<std::byte> header, uint64_t size, std::vector<Segment> segments,
                          const std::vector<std::string> &shards)
-    : header_(std::move(header)), size_(size), segments_(std::move(segments)), shard_paths_(shards) {
+    : header_(std::move(header)), size_(size), segments_(std::move(segments)), shard_paths_(shards), stdio_buffer_(kStdioBuffer) {
     for (const std::string &path : shard_paths_) {
         const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
         if (fd < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
@@ -28,7 +27,7 @@ VirtualFile::VirtualFile(std::vector<std::byte> header, uint64_t size, std::vect
     }
     stream_ = fopencookie(this, "rb", {on_read, nullptr, on_seek, nullptr});
     if (stream_ == nullptr) throw std::runtime_error("fopencookie failed");
-    setvbuf(stream_, nullptr, _IOFBF, kStdioBuffer);
+    setvbuf(stream_, stdio_buffer_.data(), _IOFBF, stdio_buffer_.size());
 }
 
 VirtualFile::~VirtualFile() {
@@ -38,6 +37,10 @@ VirtualFile::~VirtualFile() {
 
 int VirtualFile::on_seek(void *cookie, off64_t *offset, int whence) {
     auto *file = static_cast<VirtualFile *>(cookie);
+    if (whence == SEEK_CUR && *offset == 0 && file->inside_skipped()) {
+        *offset = static_cast<off64_t>(file->size_);  // ftell(): nothing to read here
+        return 0;
+    }
     const auto origin = whence == SEEK_SET ? 0 : whence == SEEK_CUR ? file->position_ : file->size_;
     const auto target = static_cast<int64_t>(origin) + *offset;
     if (target < 0) {
@@ -45,21 +48,36 @@ int VirtualFile::on_seek(void *cookie, off64_t *offset, int whence) {
         return -1;
     }
     file->position_ = static_cast<uint64_t>(target);
+    file->read_ahead_ = false;
     *offset = target;
     return 0;
 }
 
+// Stops at the end of the header, so that ftell() is true while the header is parsed.
 ssize_t VirtualFile::on_read(void *cookie, char *buffer, size_t size) {
     auto *file = static_cast<VirtualFile *>(cookie);
+    const bool in_header = file->position_ < file->header_.size();
     size_t done = 0;
-    while (done < size) {
+    do {
         const ssize_t got = file->read_some(buffer + done, size - done);
         if (got < 0) return -1;
         if (got == 0) break;
         done += static_cast<size_t>(got);
         file->position_ += static_cast<uint64_t>(got);
-    }
+    } while (done < size && !in_header);
+    file->read_ahead_ = done > 0;
     return static_cast<ssize_t>(done);
+}
+
+const Segment *VirtualFile::segment_at(uint64_t offset) const {
+    const auto after = std::upper_bound(segments_.begin(), segments_.end(), offset,
+                                        [](uint64_t at, const Segment &segment) { return at < segment.virtual_offset; });
+    return after == segments_.begin() ? nullptr : &*std::prev(after);
+}
+
+bool VirtualFile::inside_skipped() const {
+    const Segment *segment = read_ahead_ ? segment_at(position_ - 1) : nullptr;
+    return segment != nullptr && segment->skip && position_ <= segment->virtual_offset + segment->nbytes;
 }
 
 ssize_t VirtualFile::read_some(char *buffer, size_t size) {
@@ -70,22 +88,19 @@ ssize_t VirtualFile::read_some(char *buffer, size_t size) {
         std::memcpy(buffer, header_.data() + position_, size);
         return static_cast<ssize_t>(size);
     }
-    const auto after = std::upper_bound(segments_.begin(), segments_.end(), position_,
-                                        [](uint64_t at, const Segment &segment) { return at < segment.virtual_offset; });
-    if (after != segments_.begin()) {
-        const Segment &segment = *std::prev(after);
-        if (position_ < segment.virtual_offset + segment.nbytes) return read_segment(segment, buffer, size, size >= kStdioBuffer);
-    }
-    if (after != segments_.end()) size = std::min<uint64_t>(size, after->virtual_offset - position_);
+    const Segment *segment = segment_at(position_);
+    if (segment != nullptr && position_ < segment->virtual_offset + segment->nbytes) return read_segment(*segment, buffer, size);
+    const Segment *next = segment == nullptr ? segments_.data() : segment + 1;
+    if (next != segments_.data() + segments_.size()) size = std::min<uint64_t>(size, next->virtual_offset - position_);
     std::memset(buffer, 0, size);
     return static_cast<ssize_t>(size);
 }
 
-ssize_t VirtualFile::read_segment(const Segment &segment, char *buffer, size_t size, bool skip_untouched) {
+ssize_t VirtualFile::read_segment(const Segment &segment, char *buffer, size_t size) {
     const uint64_t inside = position_ - segment.virtual_offset;
     size = std::min<uint64_t>(size, segment.nbytes - inside);
     if (segment.skip) {
-        if (!skip_untouched) std::memset(buffer, 0, size);
+        std::memset(buffer, 0, size);
         return static_cast<ssize_t>(size);
     }
     const uint64_t offset = segment.offset + inside;
