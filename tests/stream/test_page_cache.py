@@ -8,23 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from moetriage.stream.page_cache import drop_page_cache, resident_bytes, resident_pages
+from moetriage.stream.page_cache import drop_page_cache, evict, resident_bytes, resident_pages
 
 PAGE = mmap.PAGESIZE
 
 
-def is_on_tmpfs(path: Path) -> bool:
-    device = os.stat(path).st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
-    lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    return any(fields[2] == name and fields[fields.index("-") + 1] == "tmpfs" for fields in lines)
-
-
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    if is_on_tmpfs(tmp_path):
-        pytest.skip("the temporary directory is on tmpfs, which is all page cache")
-    path = tmp_path / "data"
+def file(disk_dir: Path) -> Path:
+    path = disk_dir / "data"
     path.write_bytes(os.urandom(16 * PAGE + 100))
     return path
 
@@ -49,6 +40,12 @@ def test_residency_is_told_page_by_page_from_any_offset(file: Path) -> None:
         assert resident_pages(fd, 0, 0).tolist() == []
 
 
+def test_a_part_in_the_middle_of_what_was_written_at_once_is_evicted(file: Path) -> None:
+    with file.open("rb") as opened:
+        evict(opened.fileno(), 5 * PAGE, PAGE)
+        assert resident_bytes(opened.fileno(), 5 * PAGE, PAGE) == 0
+
+
 def test_what_a_process_has_mapped_stays_and_is_reported(file: Path) -> None:
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 4 * PAGE, prot=mmap.PROT_READ) as mapped:
         assert len(bytes(mapped)) == 4 * PAGE  # touches every page
@@ -60,13 +57,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         drop_page_cache([tmp_path / "gone"])
 
 
-def test_tmpfs_cannot_be_dropped_and_says_so() -> None:
-    shm = Path("/dev/shm")
-    if not shm.is_dir() or not is_on_tmpfs(shm):
-        pytest.skip("/dev/shm is no tmpfs here")
-    path = shm / f"moetriage-test-{os.getpid()}"
-    try:
-        path.write_bytes(bytes(4 * PAGE))
-        assert drop_page_cache([path]) == 4 * PAGE
-    finally:
-        path.unlink()
+def test_tmpfs_cannot_be_dropped_and_says_so(memory_dir: Path) -> None:
+    path = memory_dir / "data"
+    path.write_bytes(bytes(4 * PAGE))
+    assert drop_page_cache([path]) == 4 * PAGE

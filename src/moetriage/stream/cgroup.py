@@ -25,9 +25,6 @@ from types import TracebackType
 from moetriage.errors import MoetriageError, UsageError
 from moetriage.stream.cgroup_files import read_number, read_table, read_words, write_value
 from moetriage.stream.cgroup_paths import CgroupDir, memory_cgroups
-from moetriage.stream.page_cache import drop_page_cache
-
-__all__ = ["CgroupUsage", "MemoryCgroup", "drop_page_cache"]
 
 _PREFIX = "moetriage-"
 #: A process that was killed while it waits for a disk needs a moment to go; beyond this something holds it for good.
@@ -101,7 +98,7 @@ class MemoryCgroup:
     It is made below this process's own cgroup where that is possible. On v2 it mostly is not (a cgroup that has processes cannot hand the
     controller down): it is then made above, where the limits of the own cgroup do not apply. A process that is itself ended by a signal
     leaves an empty cgroup behind; the next one made at the same place removes it. Page cache outlives the cgroup: call
-    ``drop_page_cache`` before each measurement.
+    ``page_cache.drop_page_cache`` before each measurement.
 
     Raises UsageError on entering where none can be made; ``available`` asks beforehand.
     """

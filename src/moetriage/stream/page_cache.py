@@ -15,6 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moetriage.types import MIB
+
+#: The largest folio of the page cache, which is aligned to its size: a huge page.
+_FOLIO_BYTES = 2 * MIB
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -37,9 +42,14 @@ def drop_page_cache(paths: Iterable[Path | str]) -> int:
 
 
 def evict(fd: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Write back the file, then evict the range (0 bytes: to the end of the file) from the page cache as far as the kernel can."""
+    """Write back the file, then evict the range (0 bytes: to the end of the file) from the page cache as far as the kernel can.
+
+    Somewhat more than the range goes: the kernel keeps a large folio of which only a part is named.
+    """
     os.fsync(fd)  # dirty pages are never evicted
-    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    start = offset // _FOLIO_BYTES * _FOLIO_BYTES
+    end = -(-(offset + nbytes) // _FOLIO_BYTES) * _FOLIO_BYTES
+    os.posix_fadvise(fd, start, end - start if nbytes else 0, os.POSIX_FADV_DONTNEED)
 
 
 def resident_bytes(fd: int, offset: int, nbytes: int) -> int:
