@@ -18,6 +18,12 @@ from moetriage.gguf.header import GgufHeader, whole
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 _ROPE_SCALING_TYPES = ("none", "linear", "yarn", "longrope")
+#: Last value of llama_expert_gating_func_type.
+_MAX_GATING_FUNC = 4
+#: Far above any model, far below where sizes computed from them overflow.
+_MAX_HEADS = 4096
+_MAX_HEAD_SIZE = 65536
+_MAX_WINDOW = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,10 @@ def read_hparams(header: GgufHeader) -> Hparams:
     n_mtp = keys.number("nextn_predict_layers", default=0, high=n_block - 1)
     n_expert, top_k = _experts(keys, n_block)
     n_head = keys.per_block("attention.head_count", n_block, default=0)
+    n_head_kv = keys.per_block("attention.head_count_kv", n_block, default=n_head)
+    if max(*n_head, *n_head_kv) > _MAX_HEADS:
+        raise keys.error(f"{max(*n_head, *n_head_kv)} attention heads are more than the {_MAX_HEADS} of any model; the file is damaged")
+    _check_attention(keys, n_block)
     _check_rope(keys)
     return Hparams(
         arch=keys.arch,
@@ -99,7 +109,7 @@ def read_hparams(header: GgufHeader) -> Hparams:
         n_ctx_train=keys.number("context_length"),
         n_embd=keys.number("embedding_length", low=1),
         n_vocab=_check_vocabulary(keys),
-        n_head_kv=keys.per_block("attention.head_count_kv", n_block, default=n_head)[: n_block - n_mtp],
+        n_head_kv=n_head_kv[: n_block - n_mtp],
         metadata=header.scalars,
         arrays=header.arrays,
     )
@@ -108,6 +118,7 @@ def read_hparams(header: GgufHeader) -> Hparams:
 def _experts(keys: _Keys, n_block: int) -> tuple[int, int]:
     n_expert = keys.number("expert_count", default=0, high=MAX_EXPERTS)
     top_k = max(keys.per_block("expert_used_count", n_block, default=0))
+    keys.number("expert_gating_func", default=0, high=_MAX_GATING_FUNC)
     groups = keys.number("expert_group_count", default=0)
     groups_used = keys.number("expert_group_used_count", default=0)
     if n_expert and not 1 <= top_k <= n_expert:
@@ -119,10 +130,31 @@ def _experts(keys: _Keys, n_block: int) -> tuple[int, int]:
     return n_expert, top_k
 
 
+def _check_attention(keys: _Keys, n_block: int) -> None:
+    for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon"):
+        epsilon = keys.header.scalars.get(f"{keys.arch}.attention.{name}", 0.0)
+        if not isinstance(epsilon, float) or not 0 <= epsilon < 1:
+            raise keys.error(f"the key {keys.arch}.attention.{name} is {epsilon!r}, must be between 0 and 1")
+    shared = keys.number("attention.shared_kv_layers", default=0)
+    if shared and shared > n_block - 2:
+        raise keys.error(f"the key {keys.arch}.attention.shared_kv_layers is {shared}, must leave 2 of the {n_block} layers their own")
+    if keys.header.types.get(f"{keys.arch}.attention.sliding_window") != GgufType.ARRAY:
+        keys.number("attention.sliding_window", default=0, high=_MAX_WINDOW)
+
+
 def _check_rope(keys: _Keys) -> None:
     scaling = keys.header.scalars.get(f"{keys.arch}.rope.scaling.type", "linear")
     if scaling not in _ROPE_SCALING_TYPES:
         raise keys.error(f"the key {keys.arch}.rope.scaling.type is {scaling!r}, must be one of {', '.join(_ROPE_SCALING_TYPES)}")
+    for rotated, head in (("rope.dimension_count", "key_length"), ("rope.dimension_count_swa", "key_length_swa")):
+        if keys.header.types.get(f"{keys.arch}.{rotated}") == GgufType.ARRAY:
+            continue
+        n_rotated = keys.number(rotated, default=0)
+        # Latent attention splits a head into a plain and a rotated part, neither of them empty.
+        latent = keys.number("attention.key_length_mla", default=0)
+        size = keys.number(f"attention.{head}", default=_MAX_HEAD_SIZE, low=1, high=_MAX_HEAD_SIZE)
+        if n_rotated % 2 or n_rotated > size or (latent and n_rotated >= latent):
+            raise keys.error(f"the key {keys.arch}.{rotated} is {n_rotated}, must be even and fit into a head of {latent or size}")
 
 
 def _check_vocabulary(keys: _Keys) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moetriage.errors import ModelFileError, NotMoeError
+from moetriage.gguf.ggml_api import NOT_WEIGHTS, block_elements, type_names
 from moetriage.gguf.header import GgufHeader, TensorInfo, whole
 from moetriage.gguf.hparams import Hparams, read_hparams
 from moetriage.gguf.shards import open_shards
@@ -151,6 +152,7 @@ def _spans(shards: list[GgufHeader]) -> Iterator[TensorSpan]:
                 raise ModelFileError(str(shard.path), f"tensor {tensor.name!r} is also in {other}: one of the two belongs to another model")
             owner[tensor.name] = shard
             _check_range(shard, tensor)
+            _check_type(shard, tensor)
             yield TensorSpan(tensor.name, number, tensor.offset, tensor.nbytes, tensor.ggml_type, tensor.ne)
 
 
@@ -162,6 +164,18 @@ def _check_range(shard: GgufHeader, tensor: TensorInfo) -> None:
         raise ModelFileError(
             str(shard.path),
             f"tensor {tensor.name!r} ends at byte {end} but the file has {shard.size} bytes: it is truncated, copy it again",
+            offset=tensor.offset,
+        )
+
+
+def _check_type(shard: GgufHeader, tensor: TensorInfo) -> None:
+    """Refuse types that abort llama.cpp's compute functions: they take vectors and biases as plain floats only."""
+    name = type_names()[tensor.ggml_type]
+    is_vector = tensor.ne[1] == 1 or tensor.name.endswith(".bias")
+    if name in NOT_WEIGHTS - {"i32"} or (is_vector and block_elements(tensor.ggml_type) > 1):
+        raise ModelFileError(
+            str(shard.path),
+            f"tensor {tensor.name!r} is stored as {name}, which no model has there; the file is damaged",
             offset=tensor.offset,
         )
 
