@@ -121,6 +121,16 @@ def test_auto_takes_no_more_than_the_experts_or_the_ceiling() -> None:
     assert resolve(StreamConfig(cache_ceil_mb=1500)) == Budget(1500 * MIB, "auto: --cache-ceil-mb 1500")
 
 
+def test_a_cache_of_all_experts_needs_no_room_for_a_layer_beside_it() -> None:
+    exact = MemoryLimit(2800 * MIB, "/sys/fs/cgroup/memory.max", 2800 * MIB)
+    assert resolve(StreamConfig(cache_mb=2000), exact, layout_expert_total=2000 * MIB).bytes == 2000 * MIB
+    with pytest.raises(BudgetError, match="Use at most 1800 MiB"):
+        resolve(StreamConfig(cache_mb=2000), exact, layout_expert_total=2001 * MIB)
+    with_floor = MemoryLimit(2800 * MIB + FLOOR_BYTES, "/sys/fs/cgroup/memory.max", 2800 * MIB + FLOOR_BYTES)
+    assert resolve(StreamConfig(), with_floor, layout_expert_total=2000 * MIB) == Budget(2000 * MIB, "auto: all experts fit")
+    assert resolve(StreamConfig(), with_floor, layout_expert_total=2001 * MIB).bytes == 1800 * MIB
+
+
 def test_auto_below_the_working_set_turns_the_cache_off_and_says_so() -> None:
     budget = resolve(StreamConfig(), working_set_bytes=7000 * MIB)
     assert budget.bytes == 0
@@ -191,7 +201,6 @@ def test_a_budget_fits_and_is_never_between_zero_and_the_working_set_and_a_refus
     compute: int,
 ) -> None:
     config = StreamConfig(cache_mb=cache_mb, cache_ceil_mb=ceil_mb if cache_mb == "auto" else None, force_cache=force)
-    beside = layer + dense + kv + compute
     model = {
         "layout_expert_total": expert_total,
         "working_set_bytes": working_set,
@@ -212,9 +221,10 @@ def test_a_budget_fits_and_is_never_between_zero_and_the_working_set_and_a_refus
         assert proposed is not None, refusal
         budget = resolve(StreamConfig(cache_mb=int(proposed[proposed.lastindex or 0])), limit, **model)
     assert 0 <= budget.bytes <= expert_total
+    peak = min(budget.bytes + layer, expert_total) + dense + kv + compute
     if budget.bytes and limit.hard is not None:
-        assert budget.bytes + beside <= limit.hard.available_bytes
+        assert peak <= limit.hard.available_bytes
     if budget.bytes and (cache_mb == "auto" or not force):
-        assert budget.bytes + beside <= limit.available_bytes
+        assert peak <= limit.available_bytes
     if not force and budget.bytes:
         assert budget.bytes >= min(working_set, expert_total)

@@ -68,6 +68,16 @@ def test_a_child_within_the_limit_runs_inside_and_its_memory_is_measured() -> No
 
 
 @needs_cgroup
+def test_a_child_sees_the_limit_as_its_memory_limit() -> None:
+    code = "from moetriage.stream.memory_limit import memory_limit; m = memory_limit(); print(m.limit_bytes, m.available_bytes, m.source)"
+    with MemoryCgroup(128 * MIB) as cgroup, running(cgroup.wrap([sys.executable, "-c", code])) as (_, first_line):
+        limit, available, source = str(first_line).split(" ", 2)
+        assert int(limit) == 128 * MIB
+        assert 32 * MIB < int(available) < 128 * MIB
+        assert str(cgroup.path) in source
+
+
+@needs_cgroup
 def test_a_child_above_the_limit_is_killed_counted_and_nothing_remains() -> None:
     with MemoryCgroup(64 * MIB) as cgroup:
         path = cgroup.path

@@ -39,13 +39,10 @@ class _Needs:
     kv: int
     compute: int
 
-    @property
-    def beside_cache(self) -> int:
-        """Bytes that are taken whatever the budget: the cache may overrun it by the experts of the layer being computed."""
-        return self.dense + self.kv + self.compute + self.largest_layer
-
-    def left_of(self, limit: MemoryLimit) -> int:
-        return max(0, limit.available_bytes - self.beside_cache)
+    def left_of(self, limit: MemoryLimit, *, spare: int = 0) -> int:
+        """Return the largest budget that fits; it may be overrun by the layer being computed, unless it holds all experts."""
+        room = limit.available_bytes - self.dense - self.kv - self.compute - spare
+        return self.expert_total if room >= self.expert_total else max(0, room - self.largest_layer)
 
     def describe(self) -> str:
         return (
@@ -70,7 +67,8 @@ def resolve_budget(
     layout_expert_total: bytes of all routed experts; no budget exceeds it.
     working_set_bytes: T, what one token routes to over all layers. An LRU cache below T has evicted an expert before the next token can ask
         for it, so it hits exactly never: such a budget is refused unless ``config.force_cache``, and "auto" chooses 0 instead.
-    largest_layer_bytes: what the experts of one layer's batch may take beyond the budget while the layer is computed.
+    largest_layer_bytes: what the experts of one layer's batch may take beyond the budget while the layer is computed; nothing is kept for
+        it where all experts fit, since then there is nothing beyond the budget.
     dense_bytes, kv_bytes, compute_bytes: what will still be allocated beside the cache; what is already allocated must not be counted
         again, since ``limit`` no longer contains it.
 
@@ -111,9 +109,8 @@ def _fixed(config: StreamConfig, cache_mb: int, needs: _Needs, limit: MemoryLimi
 def _auto(config: StreamConfig, needs: _Needs, limit: MemoryLimit) -> Budget:
     whole = limit.available_bytes if limit.limit_bytes is None else limit.limit_bytes
     floor = max(FLOOR_BYTES, whole // FLOOR_DIVISOR)
-    room = max(0, needs.left_of(limit) - floor)
-    size, source = min(room, needs.expert_total), f"auto: {limit.source}"
-    if room >= needs.expert_total:
+    size, source = needs.left_of(limit, spare=floor), f"auto: {limit.source}"
+    if size == needs.expert_total:
         source = "auto: all experts fit"
     if config.cache_ceil_mb is not None and config.cache_ceil_mb * MIB < size:
         size, source = config.cache_ceil_mb * MIB, f"auto: --cache-ceil-mb {config.cache_ceil_mb}"
