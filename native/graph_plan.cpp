@@ -102,7 +102,8 @@ class Learner {
 
     void require_usable(const GgmlTensor *ids) const {
         if (!usable(ids)) throw GraphFault(ids->name, "the node that holds the chosen experts has no name of its own to find it by");
-        if (ids->type != kTypeI32 || ids->nb[0] != sizeof(int32_t)) throw GraphFault(ids->name, "the chosen experts are not 32-bit integers");
+        if (ids->type != kTypeI32 || ids->nb[0] != sizeof(int32_t))
+            throw GraphFault(ids->name, "the chosen experts are not 32-bit integers");
     }
 
     bool between(int after, const GgmlTensor *node, int before) const {
@@ -117,22 +118,36 @@ class Learner {
             if (node->op != ops_.mul) continue;
             for (const GgmlTensor *operand : {node->src[1], node->src[0]}) {
                 if (operand->elements() >= node->elements() || !leads_to_router(operand, ids)) continue;
-                const GgmlTensor *weights = operand->base();
-                const bool plain = weights->type == kTypeF32 && weights->elements() == ids->ne[0] * ids->ne[1] && operand->view_offs == 0;
-                const bool in_time = between(-1, weights, std::min(first_product, static_cast<int>(i)));
-                return plain && in_time && usable(weights) ? weights->name : std::string();
+                return name_of_weights(operand, ids, std::min(first_product, static_cast<int>(i)));
             }
         }
         return {};
     }
 
+    // The name under which the next graph shows the weights: their own, or that of a view of them (a softmax over the chosen ones gets its
+    // name after it was reshaped). Empty if they have none, or if they are not plainly there before `before`.
+    std::string name_of_weights(const GgmlTensor *operand, const GgmlTensor *ids, int before) const {
+        const GgmlTensor *base = operand->base();
+        if (base->type != kTypeF32 || base->elements() != ids->ne[0] * ids->ne[1] || operand->view_offs != 0) return {};
+        std::string name;
+        for (const GgmlTensor *node = operand; node != nullptr; node = node == base ? nullptr : node->src[0]) {
+            if (usable(node) && between(-1, node, before)) name = node->name;
+        }
+        return name;
+    }
+
     bool leads_to_router(const GgmlTensor *tensor, const GgmlTensor *ids) const {
         for (int step = 0; step < kMaxChain && tensor != nullptr && tensor->op != 0; ++step) {
-            // A leaf gathered by the same ids is a per-expert scale, not the router's output.
-            if (tensor->op == ops_.get_rows) return tensor->src[1] == ids && !tensor->src[0]->is_leaf();
+            if (tensor->op == ops_.get_rows) return tensor->src[1] == ids && !is_constant(tensor->src[0]);
             tensor = tensor->src[0];
         }
         return false;
+    }
+
+    // Gathered by the same ids, but made of a weight alone (reshaped, repeated): a per-expert scale, not the router's output.
+    static bool is_constant(const GgmlTensor *tensor) {
+        while (!tensor->is_leaf() && tensor->src[0] != nullptr && tensor->src[1] == nullptr) tensor = tensor->src[0];
+        return tensor->is_leaf();
     }
 
     const GgmlOps &ops_;
