@@ -23,8 +23,7 @@ class BigFile:
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         self._path = path
-        self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # page-aligned, as direct writes need
-        self._view = memoryview(self._buffer)
+        self._view = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # page-aligned, as direct writes need
         self._used = 0
         self._written = 0
         self._direct = direct
@@ -45,9 +44,8 @@ class BigFile:
             if error is None:
                 self._finish()
         finally:
+            # The buffer is left to be collected: the traceback of a failed write still holds slices of it, which forbid closing.
             os.close(self._fd)
-            self._view.release()
-            self._buffer.close()
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``."""

@@ -184,12 +184,14 @@ def library() -> ctypes.CDLL:
     return open_library(library_path())
 
 
+_LOG_LEVEL_ERROR = 4
 _log_lock = threading.Lock()
 _log_lines: list[str] = []
 
 
-def _collect_log(_level: int, text: bytes | None, _user: object) -> None:
-    if text is not None:
+def _collect_log(level: int, text: bytes | None, _user: object) -> None:
+    # Other threads may be computing meanwhile; what they say is no error.
+    if text is not None and level == _LOG_LEVEL_ERROR:
         _log_lines.append(text.decode("utf-8", "replace"))
 
 
@@ -199,7 +201,7 @@ _collect_callback = LOG_CALLBACK(_collect_log)
 
 @contextmanager
 def captured_log() -> Iterator[list[str]]:
-    """Collect ggml's log messages of the block in place of printing them; the previous log callback is put back after it."""
+    """Collect ggml's error messages of the block in place of printing them; the previous log callback is put back after it."""
     lib = library()
     with _log_lock:
         callback, user = c_void_p(), c_void_p()

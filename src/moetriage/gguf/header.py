@@ -218,7 +218,7 @@ def _check_preamble(path: Path, size: int) -> None:
 
 def _reason(lines: list[str]) -> str:
     """Make one printable line of what the library logged; names in it come from the file and may hold anything."""
-    texts = [line.split(": ", 1)[-1].strip() for line in lines if line.startswith("gguf_")]
+    texts = [line.split(": ", 1)[-1].strip() for line in lines]
     text = ", ".join(texts) or "no reason given"
     return "".join(c if c.isprintable() else "?" for c in text)[:300]
 
