@@ -55,6 +55,19 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseCounts:
+    """What the steps of one phase of a run counted, summed; ``tokens`` is the number that was evaluated."""
+
+    tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    dropped: int = 0
+    routed: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenMetrics:
     """One evaluated step (a prefill batch or one decoded token): counters are differences over the step."""
 
@@ -94,4 +107,7 @@ class RunReport:
     phases: PhaseTimes
     peak_rss_bytes: int
     o_direct: str
+    finish_reason: str = "length"
+    prefill: PhaseCounts = PhaseCounts()
+    decode: PhaseCounts = PhaseCounts()
     config: dict[str, object] = field(default_factory=dict)

@@ -142,12 +142,28 @@ def _report_faults(report: RunReport, layer_bytes: int) -> Iterable[str]:
     for name in ("resident_bytes", "peak_bytes"):
         if getattr(cache, name) > allowed:
             yield f"cache {name} {getattr(cache, name)} is above the budget of {cache.budget_bytes} bytes and one layer ({layer_bytes})"
+    yield from _phase_faults(report)
     if cache.resident_bytes > cache.peak_bytes:
         yield f"cache resident_bytes {cache.resident_bytes} is above its peak_bytes {cache.peak_bytes}"
     if drop.dropped > drop.routed:
         yield f"dropped {drop.dropped} is above routed {drop.routed}"
     if not 0 <= drop.weight_dropped_fraction <= 1 or (drop.weight_dropped_fraction > 0 and drop.dropped == 0):
         yield f"weight_dropped_fraction {drop.weight_dropped_fraction:g} does not go with {drop.dropped} dropped"
+
+
+def _phase_faults(report: RunReport) -> Iterable[str]:
+    """Check the counts of both phases; a report made without steps has none."""
+    prefill, decode = report.prefill, report.decode
+    if prefill.tokens + decode.tokens == 0:
+        return
+    counted = decode.hits + decode.misses + decode.dropped
+    if counted != decode.routed and not report.config.get("mmap", False):
+        yield f"decode: hits {decode.hits} + misses {decode.misses} + dropped {decode.dropped} is {counted}, not routed {decode.routed}"
+    if report.finish_reason == "interrupted":
+        return  # what an ended evaluation counted is in the report, but in no phase
+    for name, total in (("hits", report.cache.hits), ("misses", report.cache.misses), ("dropped", report.drop.dropped)):
+        if getattr(prefill, name) + getattr(decode, name) != total:
+            yield f"{name} of prefill {getattr(prefill, name)} and of decode {getattr(decode, name)} are not the report's {total}"
 
 
 def _step_faults(metrics: TokenMetrics, *, is_streamed: bool) -> Iterable[str]:
