@@ -15,7 +15,7 @@ import pytest
 from moetriage.config import DropConfig, StreamConfig
 from moetriage.errors import AccountingError, UsageError
 from moetriage.stream.telemetry import COLUMNS, CSV_MAGIC, TokenCsvWriter, check_identities, progress_line, report_as_dict
-from moetriage.types import CacheStats, DropStats, Phase, PhaseTimes, RunReport, TokenMetrics
+from moetriage.types import CacheStats, DropStats, Phase, PhaseCounts, PhaseTimes, RunReport, TokenMetrics
 
 PREFILL = TokenMetrics(
     step=0,
@@ -69,6 +69,9 @@ REPORT = RunReport(
     phases=PhaseTimes(compute_seconds=0.25, read_wait_seconds=0.125, cache_seconds=0.0625, other_seconds=0.0625),
     peak_rss_bytes=123_456,
     o_direct="on",
+    finish_reason="length",
+    prefill=PhaseCounts(tokens=5, misses=12, reads=36, read_bytes=36_000),
+    decode=PhaseCounts(tokens=2, hits=12, misses=2, dropped=2, routed=16, reads=6, read_bytes=6_000),
     config=StreamConfig(cache_mb=64, drop=DropConfig(threshold=0.75)).as_dict(),
 )
 
@@ -170,18 +173,20 @@ def test_report_has_the_documented_keys_and_is_json() -> None:
     report = json.loads(json.dumps(report_as_dict(REPORT), allow_nan=False))
     assert list(report) == [
         *("text", "token_ids", "generated", "load_seconds", "prefill_seconds", "decode_seconds", "tok_per_s", "read_bytes", "reads"),
-        *("cache", "drop", "phases", "peak_rss_bytes", "o_direct", "config"),
+        *("cache", "drop", "phases", "peak_rss_bytes", "o_direct", "finish_reason", "prefill", "decode", "config"),
     ]
     assert set(report["cache"]) == {"budget_bytes", "resident_bytes", "peak_bytes", "hits", "misses", "evictions"}
     assert set(report["drop"]) == {"threshold", "routed", "dropped", "weight_dropped_fraction"}
     assert set(report["phases"]) == {"compute_seconds", "read_wait_seconds", "cache_seconds", "other_seconds"}
+    for phase in ("prefill", "decode"):
+        assert set(report[phase]) == {"tokens", "hits", "misses", "dropped", "routed", "reads", "read_bytes"}
     assert report["config"]["drop"]["threshold"] == 0.75
 
 
 def test_every_key_is_documented(repo_root: Path) -> None:
     text = (repo_root / "docs" / "telemetry.md").read_text()
     report = report_as_dict(REPORT)
-    nested = [f"{outer}.{key}" for outer in ("cache", "drop", "phases") for key in dataclasses.asdict(getattr(REPORT, outer))]
+    nested = [f"{outer}.{key}" for outer in ("cache", "drop", "phases", "decode") for key in dataclasses.asdict(getattr(REPORT, outer))]
     for key in [*report, *nested, *COLUMNS]:
         assert f"| `{key}` |" in text, key
 
@@ -194,8 +199,14 @@ def test_consistent_counters_pass() -> None:
 def test_without_streaming_there_are_no_lookups_to_account_for() -> None:
     config = StreamConfig(mmap=True).as_dict()
     counts: dict[str, Any] = {"hits": 0, "misses": 0, "dropped": 0, "reads": 0, "read_bytes": 0, "evictions": 0, "resident_bytes": 0}
-    report = dataclasses.replace(REPORT, config=config, cache=CacheStats(), drop=DropStats(), reads=0, read_bytes=0)
+    none = {"cache": CacheStats(), "drop": DropStats(), "prefill": PhaseCounts(tokens=5), "decode": PhaseCounts(tokens=2, routed=16)}
+    report = dataclasses.replace(REPORT, config=config, reads=0, read_bytes=0, **none)
     check_identities(report, [dataclasses.replace(step, **counts) for step in STEPS])
+
+
+def test_counts_of_an_interrupted_evaluation_belong_to_no_phase() -> None:
+    cache = dataclasses.replace(REPORT.cache, hits=15)
+    check_identities(dataclasses.replace(REPORT, cache=cache, finish_reason="interrupted"), [], layer_bytes=1_000)
 
 
 def changed(path: str, value: object) -> RunReport:
@@ -229,6 +240,10 @@ def changed(path: str, value: object) -> RunReport:
         ("drop.dropped", 3, "dropped of all steps are 2, the report says 3"),
         ("drop.dropped", 17, "dropped 17 is above routed 16"),
         ("drop.weight_dropped_fraction", 1.1, "weight_dropped_fraction 1.1"),
+        ("decode.routed", 15, "decode: hits 12 + misses 2 + dropped 2 is 16, not routed 15"),
+        ("decode.hits", 11, "hits of prefill 0 and of decode 11 are not the report's 12"),
+        ("prefill.misses", 13, "misses of prefill 13 and of decode 2 are not the report's 14"),
+        ("prefill.dropped", 1, "dropped of prefill 1 and of decode 2 are not the report's 2"),
         ("drop.dropped", 0, "weight_dropped_fraction 0.03 does not go with 0 dropped"),
     ],
 )

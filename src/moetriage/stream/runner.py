@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-import moetriage
+from moetriage import __version__
 from moetriage.config import StreamConfig
 from moetriage.errors import UsageError
 from moetriage.gguf.kv_cache import kv_cache_bytes
@@ -221,7 +221,7 @@ class Runner:
         return session.config.as_dict() | {
             "n_expert_used": session.top_k,
             "cache_source": session.budget.source,
-            "version": moetriage.__version__,
+            "version": __version__,
             "model": str(model),
             "arch": session.layout.arch,
             "working_set_bytes": session.working_set_bytes,
