@@ -169,7 +169,7 @@ std::string ExpertReader::direct_state() const {
 }
 
 ReaderCounters ExpertReader::counters() const {
-    return {reads_.load(), bytes_.load(), disk_bytes_.load(), busy_nanos_.load()};
+    return {reads_.load(), bytes_.load(), disk_bytes_.load(), recycled_.load(), busy_nanos_.load()};
 }
 
 void ExpertReader::submit(const std::vector<ReadJob> &jobs, bool speculative) {
@@ -188,6 +188,7 @@ void ExpertReader::submit(const std::vector<ReadJob> &jobs, bool speculative) {
                 // Parts meet on block borders, so no block is read twice; a small remainder rides along with its predecessor.
                 part.nbytes = floor_block(part.offset + kChunk) - part.offset;
                 if (job.nbytes - done < part.nbytes + kChunk / 4) part.nbytes = job.nbytes - done;
+                if (job.donor != nullptr) part.donor = job.donor + (page_ceil(part.dest) - page_ceil(job.dest));
                 done += part.nbytes;
                 part.ticket->add(1);
                 queue.push_back(part);
@@ -244,7 +245,7 @@ void ExpertReader::lane_main() {
 
 void ExpertReader::run(const ReadJob &job, std::byte *bounce) {
     const auto start = std::chrono::steady_clock::now();
-    if (job.release_begin != nullptr) WeightRegion::release(job.release_begin, job.release_end);
+    prepare_pages(job);
     if (job.shard >= 0) {
         const std::string problem = read_range(job, bounce);
         if (!problem.empty()) job.ticket->fail({job.shard, job.offset, job.nbytes, job.tag, problem});
@@ -254,6 +255,17 @@ void ExpertReader::run(const ReadJob &job, std::byte *bounce) {
     const auto spent = std::chrono::steady_clock::now() - start;
     busy_nanos_.fetch_add(static_cast<uint64_t>(std::chrono::nanoseconds(spent).count()), std::memory_order_relaxed);
     job.ticket->finish();
+}
+
+// Fresh pages are dear: the kernel zeroes each one before the read overwrites it, which costs twice as much processor time as the read
+// itself (docs/log.md, page recycling). So the pages of an evicted expert move to the one that takes its place.
+void ExpertReader::prepare_pages(const ReadJob &job) {
+    if (job.release_begin != nullptr) WeightRegion::release(job.release_begin, job.release_end);
+    if (job.donor == nullptr) return;
+    std::byte *first = page_ceil(job.dest);
+    std::byte *last = page_floor(job.dest + job.nbytes);
+    if (last <= first) return;
+    if (WeightRegion::move_pages(job.donor, first, static_cast<size_t>(last - first))) recycled_.fetch_add(1, std::memory_order_relaxed);
 }
 
 std::string ExpertReader::read_range(const ReadJob &job, std::byte *bounce) {

@@ -55,8 +55,9 @@ struct ReadJob {
     uint64_t offset = 0;
     uint64_t nbytes = 0;
     std::byte *dest = nullptr;
-    const std::byte *release_begin = nullptr;  // pages wholly inside [begin, end) are given back
-    const std::byte *release_end = nullptr;
+    std::byte *donor = nullptr;          // pages nobody needs any more: moved to the whole pages of dest before the read
+    std::byte *release_begin = nullptr;  // whole pages [begin, end) to give back
+    std::byte *release_end = nullptr;
     ReadTicket *ticket = nullptr;
     int64_t tag = -1;  // the caller's name for it, returned in a failure
 };
@@ -73,6 +74,7 @@ struct ReaderCounters {
     uint64_t reads = 0;        // jobs read
     uint64_t bytes = 0;        // bytes asked for
     uint64_t disk_bytes = 0;   // bytes that came off the file, block rounding and merged gaps included
+    uint64_t recycled = 0;     // jobs whose pages came from a donor
     uint64_t busy_nanos = 0;   // summed over lanes: service time, not wall time
 };
 
@@ -109,6 +111,7 @@ class ExpertReader {
 
     void lane_main();
     void run(const ReadJob &job, std::byte *bounce);
+    void prepare_pages(const ReadJob &job);
     std::string read_range(const ReadJob &job, std::byte *bounce);  // empty, or the reason it failed
     std::string read_direct(Shard &shard, const ReadJob &job, std::byte *bounce, bool &unsupported);
     std::string read_exact(int fd, uint64_t offset, uint64_t nbytes, std::byte *dest);
@@ -126,7 +129,7 @@ class ExpertReader {
     int speculating_ = 0;
     bool stop_ = false;
     std::string fallback_reason_;
-    std::atomic<uint64_t> reads_{0}, bytes_{0}, disk_bytes_{0}, busy_nanos_{0};
+    std::atomic<uint64_t> reads_{0}, bytes_{0}, disk_bytes_{0}, recycled_{0}, busy_nanos_{0};
     std::vector<std::thread> lanes_;
 };
 

@@ -14,10 +14,6 @@ std::vector<uint64_t> bytes_per_layer(const std::vector<ExpertTensor> &tensors, 
     return bytes;
 }
 
-const std::byte *page_floor(const std::byte *address) {
-    return reinterpret_cast<const std::byte *>(reinterpret_cast<uintptr_t>(address) / kPage * kPage);
-}
-
 }  // namespace
 
 ExpertStore::ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_expert, ReaderOptions options,
@@ -73,13 +69,14 @@ void ExpertStore::load(int layer, const std::vector<int32_t> &experts, std::vect
     for (const int32_t slot : loading_) cache_.insert(slot);
     const std::vector<int32_t> &gone = cache_.evict();
     evicted_.insert(evicted_.end(), gone.begin(), gone.end());
-    release_evicted(evicted_, jobs_);
+    collect_leavings(evicted_);
     if (!missing_.empty()) {
         std::sort(missing_.begin(), missing_.end());
         add_reads(layer, missing_, false, &early_, jobs_);
         add_reads(layer, missing_, true, &late_, jobs_);
         late_layer_ = layer;
     }
+    add_releases(jobs_);
     reader_->submit(jobs_, false);
 }
 
@@ -112,16 +109,25 @@ void ExpertStore::quiesce() {
 }
 
 void ExpertStore::forget(const std::vector<int32_t> &slots) {
-    std::vector<ReadJob> releases;
     for (const int32_t slot : slots) {
         cache_.erase(slot);
         speculated_[slot] = 0;
     }
-    for (const int32_t slot : slots) add_release(slot, &early_, releases);
-    for (const ReadJob &job : releases) WeightRegion::release(job.release_begin, job.release_end);
+    release_now(slots);
 }
 
-void ExpertStore::release_evicted(const std::vector<int32_t> &slots, std::vector<ReadJob> &jobs) {
+void ExpertStore::release_now(const std::vector<int32_t> &slots) {
+    for (const int32_t slot : slots) {
+        for (const int index : layer_tensors_[cache_.layer_of(slot)]) {
+            const Leavings left = leavings(tensors_[index], cache_.expert_of(slot));
+            WeightRegion::release(left.released_first, left.released_last);
+        }
+    }
+}
+
+// What the evicted leave behind goes to the missing first (take_donor) and to the system last (add_releases).
+void ExpertStore::collect_leavings(const std::vector<int32_t> &slots) {
+    leavings_.clear();
     for (const int32_t slot : slots) {
         if (cache_.resident(slot)) continue;  // with the cache off a batch may ask again for what was just dropped
         const int layer = cache_.layer_of(slot);
@@ -129,30 +135,48 @@ void ExpertStore::release_evicted(const std::vector<int32_t> &slots, std::vector
         // A lane may still be writing here; its pages may go only when it has finished.
         const auto &ahead = ahead_slots_[layer];
         if (std::find(ahead.begin(), ahead.end(), slot) != ahead.end()) settle(layer);
-        add_release(slot, &early_, jobs);
+        for (const int index : layer_tensors_[layer]) leavings_.push_back(leavings(tensors_[index], cache_.expert_of(slot)));
     }
 }
 
-// Give back every page that no resident expert shares. Borders fall inside pages, so an expert's first and last page may stay until
-// the neighbour goes as well.
-void ExpertStore::add_release(int32_t slot, ReadTicket *ticket, std::vector<ReadJob> &jobs) const {
-    const int expert = cache_.expert_of(slot);
-    for (const int index : layer_tensors_[cache_.layer_of(slot)]) {
-        const ExpertTensor &tensor = tensors_[index];
-        const std::byte *begin = tensor.base + tensor.expert_bytes * static_cast<uint64_t>(expert);
-        const std::byte *end = begin + tensor.expert_bytes;
-        const std::byte *first = page_floor(begin);
-        const std::byte *last = page_floor(end - 1);
-        if (page_in_use(tensor, first)) first += kPage;
-        const std::byte *stop = page_in_use(tensor, last) ? last : last + kPage;
-        if (stop <= first) continue;
+// Borders between experts fall inside pages, so the first and last page may have to stay until the neighbour goes as well.
+ExpertStore::Leavings ExpertStore::leavings(const ExpertTensor &tensor, int expert) const {
+    std::byte *begin = tensor.base + tensor.expert_bytes * static_cast<uint64_t>(expert);
+    std::byte *end = begin + tensor.expert_bytes;
+    Leavings left;
+    left.first = page_ceil(begin);
+    left.last = std::max(left.first, page_floor(end));
+    std::byte *border_first = page_floor(begin);
+    std::byte *border_last = page_floor(end - 1);
+    left.released_first = page_in_use(tensor, border_first) ? border_first + kPage : border_first;
+    left.released_last = page_in_use(tensor, border_last) ? border_last : border_last + kPage;
+    left.released_last = std::max(left.released_first, left.released_last);
+    return left;
+}
+
+// Whole pages of just this size, or nullptr. The borders of the donor, if nobody needs them, are given back here.
+std::byte *ExpertStore::take_donor(size_t bytes) {
+    for (size_t i = leavings_.size(); bytes > 0 && i-- > 0;) {
+        if (leavings_[i].own_bytes() != bytes) continue;
+        const Leavings donor = std::exchange(leavings_[i], leavings_.back());
+        leavings_.pop_back();
+        if (donor.released_first < donor.first) WeightRegion::release(donor.released_first, donor.first);
+        if (donor.released_last > donor.last) WeightRegion::release(donor.last, donor.released_last);
+        return donor.first;
+    }
+    return nullptr;
+}
+
+void ExpertStore::add_releases(std::vector<ReadJob> &jobs) {
+    for (const Leavings &left : leavings_) {
+        if (left.released_last == left.released_first) continue;
         ReadJob job;
-        job.release_begin = first;
-        job.release_end = stop;
-        job.ticket = ticket;
-        job.tag = slot;
+        job.release_begin = left.released_first;
+        job.release_end = left.released_last;
+        job.ticket = &early_;
         jobs.push_back(job);
     }
+    leavings_.clear();
 }
 
 bool ExpertStore::page_in_use(const ExpertTensor &tensor, const std::byte *page) const {
@@ -166,23 +190,25 @@ bool ExpertStore::page_in_use(const ExpertTensor &tensor, const std::byte *page)
     return false;
 }
 
-// Neighbouring experts lie side by side in the file and in memory, so a run of them is one job.
-void ExpertStore::add_reads(int layer, const std::vector<int32_t> &experts, bool late, ReadTicket *ticket,
-                            std::vector<ReadJob> &jobs) const {
+// Neighbouring experts lie side by side in the file and in memory, so a run of them is one job, unless each takes over pages.
+void ExpertStore::add_reads(int layer, const std::vector<int32_t> &experts, bool late, ReadTicket *ticket, std::vector<ReadJob> &jobs) {
     for (const int index : layer_tensors_[layer]) {
         const ExpertTensor &tensor = tensors_[index];
         if (tensor.late != late) continue;
         for (size_t i = 0; i < experts.size();) {
-            size_t next = i + 1;
-            while (next < experts.size() && experts[next] == experts[next - 1] + 1) ++next;
             const uint64_t start = tensor.expert_bytes * static_cast<uint64_t>(experts[i]);
             ReadJob job;
             job.shard = tensor.shard;
             job.offset = tensor.offset + start;
-            job.nbytes = tensor.expert_bytes * (next - i);
             job.dest = tensor.base + start;
             job.ticket = ticket;
             job.tag = cache_.slot(layer, experts[i]);
+            std::byte *first = page_ceil(job.dest);
+            std::byte *last = page_floor(job.dest + tensor.expert_bytes);
+            job.donor = take_donor(last > first ? static_cast<size_t>(last - first) : 0);
+            size_t next = i + 1;
+            while (leavings_.empty() && job.donor == nullptr && next < experts.size() && experts[next] == experts[next - 1] + 1) ++next;
+            job.nbytes = tensor.expert_bytes * (next - i);
             jobs.push_back(job);
             i = next;
         }
@@ -203,9 +229,9 @@ void ExpertStore::speculate(int layer, int expert, std::vector<ReadJob> &jobs) {
     const int32_t slot = cache_.slot(layer, expert);
     if (cache_.resident(slot)) return;
     cache_.insert(slot);
-    std::vector<ReadJob> releases;
-    release_evicted(cache_.evict(), releases);
-    for (const ReadJob &job : releases) WeightRegion::release(job.release_begin, job.release_end);
+    collect_leavings(cache_.evict());
+    for (const Leavings &left : leavings_) WeightRegion::release(left.released_first, left.released_last);
+    leavings_.clear();
     if (cache_.resident_bytes() > cache_.budget_bytes()) {
         cache_.erase(slot);  // the current batch fills the budget: there is no room for a guess
         return;

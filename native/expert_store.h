@@ -64,12 +64,22 @@ class ExpertStore {
     std::pair<int, int> locate(int32_t shard, uint64_t offset) const;
 
    private:
-    void add_release(int32_t slot, ReadTicket *ticket, std::vector<ReadJob> &jobs) const;
-    void add_reads(int layer, const std::vector<int32_t> &experts, bool late, ReadTicket *ticket, std::vector<ReadJob> &jobs) const;
+    // Pages that an evicted expert leaves behind: those that were its alone, and up to two borders that no neighbour needs.
+    struct Leavings {
+        std::byte *first = nullptr, *last = nullptr;              // its own whole pages
+        std::byte *released_first = nullptr, *released_last = nullptr;  // the same with the unneeded borders
+        size_t own_bytes() const { return static_cast<size_t>(last - first); }
+    };
+
+    Leavings leavings(const ExpertTensor &tensor, int expert) const;
+    void collect_leavings(const std::vector<int32_t> &slots);
+    std::byte *take_donor(size_t bytes);
+    void add_releases(std::vector<ReadJob> &jobs);
+    void add_reads(int layer, const std::vector<int32_t> &experts, bool late, ReadTicket *ticket, std::vector<ReadJob> &jobs);
     bool page_in_use(const ExpertTensor &tensor, const std::byte *page) const;
     bool finish_batch(ReadTicket &ticket);
     void forget(const std::vector<int32_t> &slots);
-    void release_evicted(const std::vector<int32_t> &slots, std::vector<ReadJob> &jobs);
+    void release_now(const std::vector<int32_t> &slots);
     void speculate(int layer, int expert, std::vector<ReadJob> &jobs);
 
     std::vector<ExpertTensor> tensors_;
@@ -81,6 +91,7 @@ class ExpertStore {
     std::vector<int32_t> loading_;  // slots of the current batch whose reads may be under way
     std::vector<int32_t> missing_;
     std::vector<int32_t> evicted_;
+    std::vector<Leavings> leavings_;  // of this batch's evictions, not yet taken over or released
     std::vector<ReadJob> jobs_;
     std::vector<std::unique_ptr<ReadTicket>> ahead_;  // one ticket per layer for its speculative reads
     std::vector<std::vector<int32_t>> ahead_slots_;

@@ -17,8 +17,8 @@ ModelSource::ModelSource(const std::string &libggml_base, std::vector<std::byte>
     : api_(GgmlApi::open(libggml_base)),
       ops_(api_.probe()),
       shards_(std::move(shards)),
-      experts_(api_, "moetriage-experts"),
-      dense_(api_, "moetriage-dense"),
+      experts_(api_, "moetriage-experts", false),
+      dense_(api_, "moetriage-dense", true),
       file_(std::make_unique<VirtualFile>(std::move(header), size, std::move(segments), shards_)) {}
 
 ModelSource::~ModelSource() {

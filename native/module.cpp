@@ -120,6 +120,7 @@ std::map<std::string, double> stats(EvalHook &hook) {
                     {"reads", r.reads},
                     {"read_bytes", r.bytes},
                     {"disk_bytes", r.disk_bytes},
+                    {"recycled", r.recycled},
                     {"busy_nanos", r.busy_nanos},
                     {"prefetch_issued", p.issued},
                     {"prefetch_hits", p.hits},

@@ -20,7 +20,7 @@ constexpr size_t round_up(size_t value) {
 
 }  // namespace
 
-WeightRegion::WeightRegion(const GgmlApi &api, std::string name) : api_(api), name_(std::move(name)) {
+WeightRegion::WeightRegion(const GgmlApi &api, std::string name, bool huge) : api_(api), name_(std::move(name)), huge_(huge) {
     // The device stays the CPU's own (upstream's CPU buffer types leave it empty too): only the functions and the context are ours.
     std::memcpy(&buft_, api_.cpu_buffer_type(), sizeof buft_);
     buft_.get_name = name_of;
@@ -77,18 +77,18 @@ size_t WeightRegion::alloc_size(GgmlBufferType *buft, const GgmlTensor *tensor) 
     return region->api_.nbytes(tensor) + 1;
 }
 
-WeightRegion::Mapping WeightRegion::reserve(size_t size) {
+WeightRegion::Mapping WeightRegion::reserve(size_t size) const {
     const size_t bytes = round_up(size == 0 ? 1 : size);
     void *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED) return {nullptr, 0};
-    // Huge pages would commit 2 MiB for each first touch, whoever owns the neighbouring expert.
-    madvise(address, bytes, MADV_NOHUGEPAGE);
+    // For experts a huge page would commit 2 MiB at each first touch, whoever owns the neighbouring expert.
+    madvise(address, bytes, huge_ ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     return {address, bytes};
 }
 
 void *WeightRegion::allocate(GgmlBufferType *buft, size_t size) {
     WeightRegion *region = self(buft);
-    const Mapping mapping = reserve(size);
+    const Mapping mapping = region->reserve(size);
     if (mapping.address == nullptr) return nullptr;
     region->allocated_.push_back(mapping);
     region->reserved_ += mapping.size;
@@ -114,10 +114,15 @@ void WeightRegion::seal() {
     }
 }
 
-void WeightRegion::release(const std::byte *begin, const std::byte *end) {
-    const uintptr_t first = round_up(reinterpret_cast<uintptr_t>(begin));
-    const uintptr_t last = reinterpret_cast<uintptr_t>(end) / kPage * kPage;
-    if (last > first) madvise(reinterpret_cast<void *>(first), last - first, MADV_DONTNEED);
+void WeightRegion::release(std::byte *begin, std::byte *end) {
+    if (end > begin) madvise(begin, static_cast<size_t>(end - begin), MADV_DONTNEED);
+}
+
+bool WeightRegion::move_pages(std::byte *from, std::byte *to, size_t bytes) {
+    if (mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == to) return true;
+    release(from, from + bytes);
+    release(to, to + bytes);
+    return false;
 }
 
 }  // namespace moetriage

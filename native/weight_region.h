@@ -18,9 +18,18 @@ namespace moetriage {
 
 constexpr size_t kPage = 4096;  // also the O_DIRECT block we assume: a multiple of every logical block size in use
 
+inline std::byte *page_floor(std::byte *address) {
+    return reinterpret_cast<std::byte *>(reinterpret_cast<uintptr_t>(address) / kPage * kPage);
+}
+
+inline std::byte *page_ceil(std::byte *address) {
+    return page_floor(address + kPage - 1);
+}
+
 class WeightRegion {
    public:
-    WeightRegion(const GgmlApi &api, std::string name);
+    // `huge`: everything here will be resident, so back it with huge pages (half the page walks of a matrix product).
+    WeightRegion(const GgmlApi &api, std::string name, bool huge);
     ~WeightRegion();
     WeightRegion(const WeightRegion &) = delete;
     WeightRegion &operator=(const WeightRegion &) = delete;
@@ -38,8 +47,12 @@ class WeightRegion {
     // Make what llama.cpp allocated inaccessible, once every tensor that matters lives elsewhere.
     void seal();
 
-    // Give the pages that lie wholly in [begin, end) back to the system; they read as zeros afterwards.
-    static void release(const std::byte *begin, const std::byte *end);
+    // Give the whole pages [begin, end) back to the system; they read as zeros afterwards.
+    static void release(std::byte *begin, std::byte *end);
+
+    // Move the pages [from, from + bytes) to `to`, whose own pages are lost; `from` reads as zeros afterwards. Where the kernel cannot
+    // (before Linux 5.7, or at its limit of mappings) both ranges are given back and the answer is false.
+    static bool move_pages(std::byte *from, std::byte *to, size_t bytes);
 
     size_t reserved_bytes() const { return reserved_; }
 
@@ -59,9 +72,10 @@ class WeightRegion {
 
     const GgmlApi &api_;
     std::string name_;
+    bool huge_;
     GgmlBufferType buft_{};
     std::map<std::string, GgmlTensor *> tensors_;
-    static Mapping reserve(size_t size);
+    Mapping reserve(size_t size) const;
 
     std::vector<Mapping> allocated_;  // by llama.cpp
     std::vector<Mapping> apart_;
