@@ -60,11 +60,13 @@ void EvalHook::arm(GraphPlan plan, std::unique_ptr<ExpertStore> store) {
     for (size_t i = 0; i < plan_.layers.size(); ++i) {
         const LayerPlan &layer = plan_.layers[i];
         const int index = static_cast<int>(i);
-        roles_[layer.ids] = {Role::ids, index};
-        if (!layer.weights.empty()) roles_[layer.weights] = {Role::weights, index};
-        if (!layer.wait.empty()) roles_[layer.wait] = {Role::wait, index};
-        for (const std::string &name : layer.early) products_[name] = {index, false};
-        for (const std::string &name : layer.late) products_[name] = {index, true};
+        roles_[layer.ids] = {Role::ids, index, 0};
+        if (!layer.weights.empty()) roles_[layer.weights] = {Role::weights, index, 0};
+        for (size_t stage = 0; stage < layer.stages.size(); ++stage) {
+            const StagePlan &part = layer.stages[stage];
+            if (!part.wait.empty()) roles_[part.wait] = {Role::wait, index, static_cast<int>(stage)};
+            for (const std::string &name : part.tensors) products_[name] = {index, static_cast<int>(stage)};
+        }
     }
 }
 
@@ -126,8 +128,8 @@ bool EvalHook::ask_role(GgmlTensor *node, const NodeRole &role) {
             state.weights = node;
             return at_weights && state.ids != nullptr;
         case Role::wait:
-            state.wait_seen = true;
-            return store_ != nullptr && store_->late_pending(role.layer);
+            state.waits_seen |= 1u << role.stage;
+            return store_ != nullptr && store_->stage_pending(role.layer, role.stage);
     }
     return false;
 }
@@ -146,8 +148,8 @@ void EvalHook::guard_product(const GgmlTensor *node) {
     const ProductRole product = it->second;
     LayerState &state = layers_[product.layer];
     if (state.loaded) {
-        const bool unfinished = product.late && !state.wait_seen && store_->late_pending(product.layer);
-        if (unfinished) wait_for(true);
+        const bool announced = product.stage == 0 || (state.waits_seen & (1u << product.stage)) != 0;
+        if (!announced && store_->stage_pending(product.layer, product.stage)) wait_for(product.stage);
         return;
     }
     if (range_open_) {
@@ -159,7 +161,7 @@ void EvalHook::guard_product(const GgmlTensor *node) {
     state.ids = node->src[2];
     state.weights = nullptr;
     route_layer(product.layer);
-    if (stop_ == Stop::none) wait_for(true);
+    for (int stage = 1; stage < kStages; ++stage) wait_for(stage);
 }
 
 bool EvalHook::after(GgmlTensor *node) {
@@ -169,7 +171,7 @@ bool EvalHook::after(GgmlTensor *node) {
     if (role == nullptr) return true;
     ++counters_.barriers;
     Timed timed(counters_.hook_nanos);
-    return role->role == Role::wait ? wait_for(true) : route_layer(role->layer);
+    return role->role == Role::wait ? wait_for(role->stage) : route_layer(role->layer);
 }
 
 bool EvalHook::route_layer(int layer) {
@@ -188,7 +190,7 @@ bool EvalHook::route_layer(int layer) {
     if (stop_ != Stop::none) return false;
     if (options_.record_routes) record(layer, routing);
     if (store_ == nullptr) return true;
-    if (!wait_for(false)) return false;
+    if (!wait_for(0)) return false;
     if (options_.prefetch_depth > 0 && phase_ == Phase::decode) store_->prefetch(layer, options_.prefetch_depth);
     return true;
 }
@@ -301,12 +303,12 @@ void EvalHook::record(int layer, const Routing &routing) {
     }
 }
 
-bool EvalHook::wait_for(bool late) {
+bool EvalHook::wait_for(int stage) {
     if (store_ == nullptr || stop_ != Stop::none) return stop_ == Stop::none;
     bool ok = false;
     {
         Timed timed(counters_.wait_nanos);
-        ok = late ? store_->wait_late() : store_->wait_early();
+        ok = store_->wait_stage(stage);
     }
     return ok || fail(Stop::read_failed, "", store_->failure().reason);
 }

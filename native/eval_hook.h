@@ -81,16 +81,17 @@ class EvalHook {
     struct NodeRole {
         Role role;
         int layer;
+        int stage;
     };
     struct LayerState {
         GgmlTensor *ids = nullptr;
         GgmlTensor *weights = nullptr;
         bool loaded = false;
-        bool wait_seen = false;
+        unsigned waits_seen = 0;  // bit per stage whose wait node was announced
     };
     struct ProductRole {
         int layer;
-        bool late;
+        int stage;
     };
     // One routing batch: pointers into the graph's tensors and what was decided for them.
     struct Routing {
@@ -116,7 +117,7 @@ class EvalHook {
     void decide(int layer, const Routing &routing);
     void load(int layer, const Routing &routing);
     void record(int layer, const Routing &routing);
-    bool wait_for(bool late);
+    bool wait_for(int stage);
     int64_t trace_token(const Routing &routing, int64_t t) const { return phase_token_ + done_tokens_ + routing.first_token + t; }
     bool fail(Stop stop, const std::string &node, const std::string &reason);
     const NodeRole *find_role(const GgmlTensor *node) const;

@@ -184,7 +184,7 @@ void ExpertReader::submit(const std::vector<ReadJob> &jobs, bool speculative) {
                 ReadJob part = job;
                 part.offset += done;
                 part.dest += done;
-                if (done > 0) part.release_begin = part.release_end = nullptr;
+                if (done > 0) part.release_begin = part.release_end = part.edges[0] = part.edges[1] = nullptr;
                 // Parts meet on block borders, so no block is read twice; a small remainder rides along with its predecessor.
                 part.nbytes = floor_block(part.offset + kChunk) - part.offset;
                 if (job.nbytes - done < part.nbytes + kChunk / 4) part.nbytes = job.nbytes - done;
@@ -262,6 +262,9 @@ void ExpertReader::run(const ReadJob &job, std::byte *bounce) {
 void ExpertReader::prepare_pages(const ReadJob &job) {
     if (job.release_begin != nullptr) WeightRegion::release(job.release_begin, job.release_end);
     if (job.donor == nullptr) return;
+    for (std::byte *page : job.edges) {
+        if (page != nullptr) WeightRegion::release(page, page + kPage);
+    }
     std::byte *first = page_ceil(job.dest);
     std::byte *last = page_floor(job.dest + job.nbytes);
     if (last <= first) return;

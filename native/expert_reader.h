@@ -56,6 +56,7 @@ struct ReadJob {
     uint64_t nbytes = 0;
     std::byte *dest = nullptr;
     std::byte *donor = nullptr;          // pages nobody needs any more: moved to the whole pages of dest before the read
+    std::byte *edges[2] = {};            // single pages to give back beside it
     std::byte *release_begin = nullptr;  // whole pages [begin, end) to give back
     std::byte *release_end = nullptr;
     ReadTicket *ticket = nullptr;

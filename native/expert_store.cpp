@@ -72,39 +72,39 @@ void ExpertStore::load(int layer, const std::vector<int32_t> &experts, std::vect
     collect_leavings(evicted_);
     if (!missing_.empty()) {
         std::sort(missing_.begin(), missing_.end());
-        add_reads(layer, missing_, false, &early_, jobs_);
-        add_reads(layer, missing_, true, &late_, jobs_);
-        late_layer_ = layer;
+        loading_layer_ = layer;
+        for (const int index : layer_tensors_[layer]) {
+            const ExpertTensor &tensor = tensors_[index];
+            add_reads(tensor, missing_, &stages_[tensor.stage], jobs_);
+        }
     }
     add_releases(jobs_);
     reader_->submit(jobs_, false);
 }
 
-bool ExpertStore::wait_early() {
-    early_.wait();
-    return !early_.failed() || finish_batch(early_);
-}
-
-bool ExpertStore::wait_late() {
-    late_.wait();
-    late_layer_ = -1;
-    return !late_.failed() || finish_batch(late_);
-}
-
-bool ExpertStore::finish_batch(ReadTicket &ticket) {
+bool ExpertStore::wait_stage(int stage) {
+    ReadTicket &ticket = stages_[stage];
+    ticket.wait();
+    if (!ticket.failed()) return true;
     failure_ = ticket.failure();
     quiesce();
     return false;
 }
 
+bool ExpertStore::stage_pending(int layer, int stage) const {
+    return loading_layer_ == layer && (!stages_[stage].done() || stages_[stage].failed());
+}
+
 void ExpertStore::quiesce() {
     for (size_t layer = 0; layer < ahead_.size(); ++layer) settle(static_cast<int>(layer));
-    early_.wait();
-    late_.wait();
-    if (early_.failed() || late_.failed()) forget(loading_);
-    early_.reset();
-    late_.reset();
-    late_layer_ = -1;
+    bool failed = false;
+    for (ReadTicket &ticket : stages_) {
+        ticket.wait();
+        failed = failed || ticket.failed();
+        ticket.reset();
+    }
+    if (failed) forget(loading_);
+    loading_layer_ = -1;
     loading_.clear();
 }
 
@@ -125,7 +125,7 @@ void ExpertStore::release_now(const std::vector<int32_t> &slots) {
     }
 }
 
-// What the evicted leave behind goes to the missing first (take_donor) and to the system last (add_releases).
+// What the evicted leave behind goes to the missing first (take_leavings) and to the system last (add_releases).
 void ExpertStore::collect_leavings(const std::vector<int32_t> &slots) {
     leavings_.clear();
     for (const int32_t slot : slots) {
@@ -154,17 +154,15 @@ ExpertStore::Leavings ExpertStore::leavings(const ExpertTensor &tensor, int expe
     return left;
 }
 
-// Whole pages of just this size, or nullptr. The borders of the donor, if nobody needs them, are given back here.
-std::byte *ExpertStore::take_donor(size_t bytes) {
+// Leavings with just so many whole pages to take over; empty ones if there are none.
+ExpertStore::Leavings ExpertStore::take_leavings(size_t bytes) {
     for (size_t i = leavings_.size(); bytes > 0 && i-- > 0;) {
         if (leavings_[i].own_bytes() != bytes) continue;
-        const Leavings donor = std::exchange(leavings_[i], leavings_.back());
+        const Leavings taken = std::exchange(leavings_[i], leavings_.back());
         leavings_.pop_back();
-        if (donor.released_first < donor.first) WeightRegion::release(donor.released_first, donor.first);
-        if (donor.released_last > donor.last) WeightRegion::release(donor.last, donor.released_last);
-        return donor.first;
+        return taken;
     }
-    return nullptr;
+    return {};
 }
 
 void ExpertStore::add_releases(std::vector<ReadJob> &jobs) {
@@ -173,7 +171,7 @@ void ExpertStore::add_releases(std::vector<ReadJob> &jobs) {
         ReadJob job;
         job.release_begin = left.released_first;
         job.release_end = left.released_last;
-        job.ticket = &early_;
+        job.ticket = &stages_[0];
         jobs.push_back(job);
     }
     leavings_.clear();
@@ -191,27 +189,27 @@ bool ExpertStore::page_in_use(const ExpertTensor &tensor, const std::byte *page)
 }
 
 // Neighbouring experts lie side by side in the file and in memory, so a run of them is one job, unless each takes over pages.
-void ExpertStore::add_reads(int layer, const std::vector<int32_t> &experts, bool late, ReadTicket *ticket, std::vector<ReadJob> &jobs) {
-    for (const int index : layer_tensors_[layer]) {
-        const ExpertTensor &tensor = tensors_[index];
-        if (tensor.late != late) continue;
-        for (size_t i = 0; i < experts.size();) {
-            const uint64_t start = tensor.expert_bytes * static_cast<uint64_t>(experts[i]);
-            ReadJob job;
-            job.shard = tensor.shard;
-            job.offset = tensor.offset + start;
-            job.dest = tensor.base + start;
-            job.ticket = ticket;
-            job.tag = cache_.slot(layer, experts[i]);
-            std::byte *first = page_ceil(job.dest);
-            std::byte *last = page_floor(job.dest + tensor.expert_bytes);
-            job.donor = take_donor(last > first ? static_cast<size_t>(last - first) : 0);
-            size_t next = i + 1;
-            while (leavings_.empty() && job.donor == nullptr && next < experts.size() && experts[next] == experts[next - 1] + 1) ++next;
-            job.nbytes = tensor.expert_bytes * (next - i);
-            jobs.push_back(job);
-            i = next;
-        }
+void ExpertStore::add_reads(const ExpertTensor &tensor, const std::vector<int32_t> &experts, ReadTicket *ticket,
+                            std::vector<ReadJob> &jobs) {
+    for (size_t i = 0; i < experts.size();) {
+        const uint64_t start = tensor.expert_bytes * static_cast<uint64_t>(experts[i]);
+        ReadJob job;
+        job.shard = tensor.shard;
+        job.offset = tensor.offset + start;
+        job.dest = tensor.base + start;
+        job.ticket = ticket;
+        job.tag = cache_.slot(tensor.layer, experts[i]);
+        std::byte *first = page_ceil(job.dest);
+        std::byte *last = page_floor(job.dest + tensor.expert_bytes);
+        const Leavings taken = take_leavings(last > first ? static_cast<size_t>(last - first) : 0);
+        job.donor = taken.first;
+        if (taken.released_first < taken.first) job.edges[0] = taken.released_first;
+        if (taken.released_last > taken.last) job.edges[1] = taken.last;
+        size_t next = i + 1;
+        while (leavings_.empty() && job.donor == nullptr && next < experts.size() && experts[next] == experts[next - 1] + 1) ++next;
+        job.nbytes = tensor.expert_bytes * (next - i);
+        jobs.push_back(job);
+        i = next;
     }
 }
 
@@ -239,7 +237,7 @@ void ExpertStore::speculate(int layer, int expert, std::vector<ReadJob> &jobs) {
     speculated_[slot] = 1;
     ahead_slots_[layer].push_back(slot);
     ++prefetch_.issued;
-    for (const bool late : {false, true}) add_reads(layer, {expert}, late, ahead_[layer].get(), jobs);
+    for (const int index : layer_tensors_[layer]) add_reads(tensors_[index], {expert}, ahead_[layer].get(), jobs);
 }
 
 std::pair<int, int> ExpertStore::locate(int32_t shard, uint64_t offset) const {

@@ -5,6 +5,7 @@
 // Memory rule: an expert's place is fixed (its offset in the tensor), resident or not. Evicting gives its pages back.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -22,8 +23,10 @@ struct ExpertTensor {
     uint64_t offset = 0;        // of expert 0 in the shard
     uint64_t expert_bytes = 0;  // distance between two experts, in the file and in memory
     std::byte *base = nullptr;  // where expert 0 belongs
-    bool late = false;          // only the layer's last product reads it
+    int stage = 0;              // products run stage by stage; a stage's reads may go on while the one before it is computed
 };
+
+constexpr int kStages = 4;
 
 struct PrefetchCounters {
     uint64_t issued = 0;     // experts read ahead
@@ -41,10 +44,10 @@ class ExpertStore {
     // Look up the layer's distinct experts, evict, and start reading the missing ones. missed[i] tells whether experts[i] is read.
     void load(int layer, const std::vector<int32_t> &experts, std::vector<uint8_t> &missed);
 
-    // Wait for what the first products need / for the rest. False: a read failed, nothing of this batch is resident, see failure().
-    bool wait_early();
-    bool wait_late();
-    bool late_pending(int layer) const { return late_layer_ == layer; }
+    // Wait until a stage of the batch is read. False: a read failed, nothing of this batch is resident, see failure().
+    bool wait_stage(int stage);
+    // Whether wait_stage() has anything to do (or to report) for this layer's stage.
+    bool stage_pending(int layer, int stage) const;
 
     // Read ahead what the previous token used in the `depth` layers after this one, wrapping into the next token.
     void prefetch(int layer, int depth);
@@ -73,11 +76,10 @@ class ExpertStore {
 
     Leavings leavings(const ExpertTensor &tensor, int expert) const;
     void collect_leavings(const std::vector<int32_t> &slots);
-    std::byte *take_donor(size_t bytes);
+    Leavings take_leavings(size_t bytes);
     void add_releases(std::vector<ReadJob> &jobs);
-    void add_reads(int layer, const std::vector<int32_t> &experts, bool late, ReadTicket *ticket, std::vector<ReadJob> &jobs);
+    void add_reads(const ExpertTensor &tensor, const std::vector<int32_t> &experts, ReadTicket *ticket, std::vector<ReadJob> &jobs);
     bool page_in_use(const ExpertTensor &tensor, const std::byte *page) const;
-    bool finish_batch(ReadTicket &ticket);
     void forget(const std::vector<int32_t> &slots);
     void release_now(const std::vector<int32_t> &slots);
     void speculate(int layer, int expert, std::vector<ReadJob> &jobs);
@@ -86,8 +88,8 @@ class ExpertStore {
     std::vector<std::vector<int>> layer_tensors_;
     std::vector<uint64_t> layer_bytes_;
     ExpertCache cache_;
-    ReadTicket early_, late_;
-    int late_layer_ = -1;
+    std::array<ReadTicket, kStages> stages_;
+    int loading_layer_ = -1;
     std::vector<int32_t> loading_;  // slots of the current batch whose reads may be under way
     std::vector<int32_t> missing_;
     std::vector<int32_t> evicted_;

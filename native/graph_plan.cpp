@@ -6,6 +6,7 @@
 namespace moetriage {
 namespace {
 
+constexpr size_t kMaxStages = 4;  // gate, up and down are three
 constexpr int kMaxChain = 16;  // longest walk from a weighted product back to the router; build_moe_ffn needs at most seven steps
 
 // ggml names nodes it was given no name for after their position, which differs from graph to graph.
@@ -83,16 +84,20 @@ class Learner {
         plan.ids = ids->name;
         plan.top_k = static_cast<int>(ids->ne[0]);
         plan.weights = find_weights(ids, products.front().index);
-        const GgmlTensor *last = products.back().node;
-        const GgmlTensor *input = last->src[1]->base();
-        if (products.size() > 1 && usable(input) && between(products[products.size() - 2].index, input, products.back().index)) {
-            plan.wait = input->name;
-        }
-        for (const Product &product : products) {
-            const bool is_late = !plan.wait.empty() && product.node == last;
-            (is_late ? plan.late : plan.early).emplace_back(product.node->src[0]->base()->name);
+        for (size_t i = 0; i < products.size(); ++i) {
+            const std::string wait = i == 0 ? std::string() : node_before(products[i].index, products[i - 1].index);
+            if (i == 0 || (!wait.empty() && plan.stages.size() < kMaxStages)) plan.stages.push_back({wait, {}});
+            plan.stages.back().tensors.emplace_back(products[i].node->src[0]->base()->name);
         }
         return plan;
+    }
+
+    // The name of the last node before position `index`, not earlier than `first`, that can be found again; empty if there is none.
+    std::string node_before(int index, int first) const {
+        for (int at = index - 1; at >= first; --at) {
+            if (usable(nodes_[static_cast<size_t>(at)])) return nodes_[static_cast<size_t>(at)]->name;
+        }
+        return {};
     }
 
     bool usable(const GgmlTensor *node) const {

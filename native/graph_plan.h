@@ -1,7 +1,7 @@
 // What the engine knows about a model's compute graph, learned from one graph instead of listed per architecture.
 //
 // In: the nodes of a graph in execution order, and the names of the streamed expert tensors. Out: per MoE layer the names of the nodes
-// where the routing is ready, where its weights are final, and where the last product's input is ready. Names are the only thing that
+// where the routing is ready, where its weights are final, and which node each later product follows. Names are the only thing that
 // stays the same between graphs. Knows no cache, no file and no policy.
 #pragma once
 
@@ -21,13 +21,17 @@ struct GraphFault : std::runtime_error {
     std::string node;
 };
 
+// Expert tensors that are read together: while one stage's product runs, the next stage may still be on its way from the disk.
+struct StagePlan {
+    std::string wait;  // the last node before the stage's first product; empty for the first stage, which the routing itself waits for
+    std::vector<std::string> tensors;
+};
+
 struct LayerPlan {
     int block = -1;       // the model's layer number, as in its tensor names
     std::string ids;      // the chosen experts, i32 [top_k, tokens]
     std::string weights;  // the final router weights, f32 [top_k, tokens]; empty: not found before the experts run, never dropped
-    std::string wait;     // input of the last product; empty: everything must be loaded before the first product
-    std::vector<std::string> early;  // expert tensors the products before `wait` consume
-    std::vector<std::string> late;   // expert tensors only the last product consumes
+    std::vector<StagePlan> stages;
     int top_k = 0;
 };
 

@@ -26,7 +26,7 @@ namespace {
 
 using PlaceTuple = std::tuple<std::string, int32_t, uint64_t, uint64_t>;
 using SegmentTuple = std::tuple<uint64_t, uint64_t, int32_t, uint64_t, bool>;
-using PlanTuple = std::tuple<int, int, std::vector<std::string>, std::vector<std::string>, bool>;
+using PlanTuple = std::tuple<int, int, std::vector<std::vector<std::string>>, bool>;
 template <typename T, size_t Dims>
 using Array = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 
@@ -131,7 +131,11 @@ std::map<std::string, double> stats(EvalHook &hook) {
 
 std::vector<PlanTuple> describe(const GraphPlan &plan) {
     std::vector<PlanTuple> out;
-    for (const LayerPlan &layer : plan.layers) out.emplace_back(layer.block, layer.top_k, layer.early, layer.late, !layer.weights.empty());
+    for (const LayerPlan &layer : plan.layers) {
+        std::vector<std::vector<std::string>> stages;
+        for (const StagePlan &stage : layer.stages) stages.push_back(stage.tensors);
+        out.emplace_back(layer.block, layer.top_k, stages, !layer.weights.empty());
+    }
     return out;
 }
 
@@ -154,22 +158,22 @@ std::string read_pinned(ExpertStore &store, const ModelSource &source, const std
 }
 
 void arm(EvalHook &hook, GraphPlan &plan, const ModelSource &source, const std::vector<PlaceTuple> &tensors, const std::vector<PlaceTuple> &pinned,
-         int n_expert, int lanes, bool direct, bool in_place, bool two_stage) {
+         int n_expert, int lanes, bool direct, bool in_place, bool staged) {
     std::unordered_map<std::string, TensorPlace> by_name;
     for (TensorPlace &place : places(tensors)) by_name.emplace(place.name, place);
     std::vector<ExpertTensor> experts;
     for (size_t layer = 0; layer < plan.layers.size(); ++layer) {
-        LayerPlan &lp = plan.layers[layer];
-        if (!two_stage) {
-            lp.early.insert(lp.early.end(), lp.late.begin(), lp.late.end());
-            lp.late.clear();
-            lp.wait.clear();
+        std::vector<StagePlan> &stages = plan.layers[layer].stages;
+        while (!staged && stages.size() > 1) {
+            StagePlan last = std::move(stages.back());
+            stages.pop_back();
+            stages.back().tensors.insert(stages.back().tensors.end(), last.tensors.begin(), last.tensors.end());
         }
-        for (const bool late : {false, true}) {
-            for (const std::string &name : late ? lp.late : lp.early) {
+        for (size_t stage = 0; stage < stages.size(); ++stage) {
+            for (const std::string &name : stages[stage].tensors) {
                 const TensorPlace &place = by_name.at(name);
                 experts.push_back({name, static_cast<int>(layer), place.shard, place.offset, place.nbytes / static_cast<uint64_t>(n_expert),
-                                   source.address(name), late});
+                                   source.address(name), static_cast<int>(stage)});
             }
         }
     }
@@ -203,7 +207,7 @@ NB_MODULE(_native, m) {
     m.def("raise_pending_signal", raise_pending_signal, "Raise the exception of a signal that arrived during an evaluation, if any.");
 
     nb::class_<GraphPlan>(m, "GraphPlan")
-        .def_prop_ro("layers", describe, "Per MoE layer: block, top_k, early tensors, late tensors, whether its weights are known.")
+        .def_prop_ro("layers", describe, "Per MoE layer: block, top_k, tensors by stage, whether its weights are known.")
         .def_ro("pinned", &GraphPlan::pinned);
 
     nb::class_<ModelSource>(m, "ModelSource")
@@ -246,7 +250,7 @@ NB_MODULE(_native, m) {
                  }
              })
         .def("arm", arm, nb::arg("plan"), nb::arg("source"), nb::arg("tensors"), nb::arg("pinned"), nb::arg("n_expert"), nb::arg("lanes"),
-             nb::arg("direct"), nb::arg("in_place"), nb::arg("two_stage"))
+             nb::arg("direct"), nb::arg("in_place"), nb::arg("staged"))
         .def("rearm", [](EvalHook &h, GraphPlan &plan) { h.arm(plan, nullptr); })
         .def("force_routing",
              [](EvalHook &h, int layers, int top_k, Array<int32_t, 3> pe, Array<float, 3> pw, Array<uint8_t, 2> pp, Array<int32_t, 3> de,

@@ -57,7 +57,7 @@ class StreamConfig:
     n_expert_used: override the model's top_k (lossy, deterministic).
     drop: cache-aware expert dropping (lossy, depends on the cache's state); None is off.
     mmap: do not stream at all: plain llama.cpp with the file mapped, as a baseline.
-    two_stage: compute gate and up products while the down projection is still being read.
+    staged: let each product start as soon as its own experts are read, while those of the next are still on their way.
     in_place: let O_DIRECT land in the expert's own memory (mirrors the file's offset modulo the block) instead of a bounce buffer.
     repack_dense: let llama.cpp repack the dense weights for faster kernels (changes their rounding; experts are never repacked).
     force_routing: trace whose ids and weights replace the router's, step by step.
@@ -74,7 +74,7 @@ class StreamConfig:
     n_expert_used: int | None = None
     drop: DropConfig | None = None
     mmap: bool = False
-    two_stage: bool = True
+    staged: bool = True
     in_place: bool = True
     repack_dense: bool = False
     force_routing: Path | None = None

@@ -30,13 +30,18 @@ MAX_RELEARN = 3
 
 @dataclass(frozen=True)
 class LearnedLayer:
-    """What the graph told about one MoE layer: its number in the model, the routing's width, whether its weights can be edited."""
+    """What the graph told about one MoE layer: its number in the model, the routing's width, its tensors by the stage that is waited for
+    together, whether its weights can be edited."""
 
     block: int
     top_k: int
-    early: tuple[str, ...]
-    late: tuple[str, ...]
+    stages: tuple[tuple[str, ...], ...]
     droppable: bool
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The layer's expert tensors, in the order their products run."""
+        return tuple(name for stage in self.stages for name in stage)
 
 
 class Session:
@@ -110,9 +115,11 @@ class Session:
         """Make the context, learn its graph without computing it, size the cache and open the readers."""
         before = _private_bytes()
         hook = self.hook
-        ctx = llama_api.init_hooked(model, params, on_eval=hook.callback, on_abort=hook.abort_callback, user_data=hook.user_data)
+        with llama_api.explained() as reasons:
+            ctx = llama_api.init_hooked(model, params, on_eval=hook.callback, on_abort=hook.abort_callback, user_data=hook.user_data)
         if ctx is None:
-            raise ModelFileError(str(self.layout.paths[0]), "llama.cpp could not make a context; try a smaller context size (-c)")
+            reason = f"llama.cpp could not make a context ({_cause(reasons)}); try a smaller context size (-c)"
+            raise ModelFileError(str(self.layout.paths[0]), reason)
         try:
             plan = self._learn(ctx, llama_api.first_token(model))
             if not self.config.mmap:
@@ -150,12 +157,12 @@ class Session:
         plan = self.hook.finish_learning(self._blocks)
         if isinstance(plan, tuple):
             raise GraphError(*plan)
-        self.layers = tuple(LearnedLayer(block, top_k, tuple(early), tuple(late), ok) for block, top_k, early, late, ok in plan.layers)
+        self.layers = tuple(LearnedLayer(block, top_k, tuple(map(tuple, stages)), ok) for block, top_k, stages, ok in plan.layers)
         return plan
 
     def _arm(self, plan: Any, *, context_bytes: int) -> None:
         config = self.config
-        used = [name for layer in self.layers for name in (*layer.early, *layer.late)]
+        used = [name for layer in self.layers for name in layer.tensors]
         pinned = list(plan.pinned)
         self.budget = resolve_budget(
             config,
@@ -179,7 +186,7 @@ class Session:
                 lanes=config.io_threads,
                 direct=config.odirect,
                 in_place=config.in_place,
-                two_stage=config.two_stage,
+                staged=config.staged,
             )
         except RuntimeError as error:
             raise ModelFileError(str(self.layout.paths[0]), str(error)) from error
@@ -187,7 +194,7 @@ class Session:
 
     def layer_expert_bytes(self, layer: LearnedLayer) -> int:
         """Return the bytes of one expert of a learned layer."""
-        return sum(self._spans[name].nbytes // self.layout.n_expert for name in (*layer.early, *layer.late))
+        return sum(self._spans[name].nbytes // self.layout.n_expert for name in layer.tensors)
 
     @property
     def working_set_bytes(self) -> int:
@@ -218,9 +225,11 @@ class Session:
     # Evaluating.
 
     def begin_turn(self) -> None:
-        """Start counting steps anew; the cache stays as it is."""
+        """Start counting steps anew; the cache stays as it is. What an ended evaluation or read-ahead counted since belongs to no step."""
         self._step = 0
         self._last_end = None
+        stats = self.hook.stats()
+        self._last = {name: stats.get(name, 0.0) for name in self._last}
 
     def decode(self, ctx: Any, batch: Any, phase: Phase) -> None:
         """Evaluate one llama_batch. Raises ReadError, GraphError, or what a signal handler raised; nothing of the batch is kept then."""
@@ -232,10 +241,23 @@ class Session:
             self.hook.take_routes()
             self._raise(stop)
         if status != 0:
-            raise ModelFileError(
-                str(self.layout.paths[0]), f"llama.cpp could not evaluate the batch (status {status}); is the context full?"
-            )
+            raise ModelFileError(str(self.layout.paths[0]), f"llama.cpp could not evaluate the batch: {_cause(reasons)} (status {status})")
         self._account(phase, n_tokens, began, ended)
+
+    def _evaluate(self, ctx: Any, batch: Any, phase: Phase) -> tuple[int, str, list[str]]:
+        """Decode, learning the graph again if it left the plan. Returns llama.cpp's status, why the hook stopped it, and messages."""
+        status, stop = 0, "moved"
+        with llama_api.explained() as reasons:
+            for _ in range(MAX_RELEARN):
+                self.hook.begin_batch(int(phase), self._step, self._phase_tokens[phase])
+                status = llama_api.decode_batch(ctx, batch)
+                stop = self.hook.end_batch()
+                if stop != "moved":
+                    break
+                self.hook.begin_learning()
+                llama_api.decode_batch(ctx, batch)
+                self.hook.rearm(self._finish_learning())
+        return status, stop, reasons
 
     def _raise(self, stop: str) -> None:
         if stop == "read_failed":
