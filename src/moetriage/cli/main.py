@@ -1,16 +1,31 @@
-"""Entry point of the ``moetriage`` command: arguments in, exit code out (0, 1, or 2 for what the user can mend)."""
+"""Entry point of the ``moetriage`` command: arguments in, exit code out.
+
+0, 2 for what the user can mend, 130 after Ctrl-C, 1 for the rest. This is the one place where errors become text: one line on standard
+error, whatever happened. With MOETRIAGE_TRACEBACK=1 an error that is a fault of ours is shown with its traceback.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from moetriage import __version__
+from moetriage.cli import chat, model, run, terminal
 from moetriage.errors import MoetriageError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+INTERRUPTED = 130
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command("run")(run.run)
+app.command("chat")(chat.chat)
+app.command("inspect")(model.inspect)
+app.command("iobench")(model.iobench)
+app.command("synth")(model.synth)
 
 
 def _print_version(wanted: bool) -> None:
@@ -19,17 +34,44 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def moetriage(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
     """Decide which experts run when memory, disk bandwidth or expert capacity is scarce, and measure what each decision costs."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def main() -> None:
-    """Run the command line; an error of ours becomes one line on stderr."""
+    """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a model's text may not fit the terminal's encoding
+    warnings.showwarning = lambda message, *_args, **_kwargs: terminal.note(f"warning: {message}")
+    sys.exit(invoke(sys.argv[1:]))
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; every error becomes one line on standard error."""
     try:
-        app()
+        code = app(args=list(arguments), prog_name="moetriage", standalone_mode=False)
+        sys.stdout.flush()
     except MoetriageError as error:
-        print(f"moetriage: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        terminal.note(str(error))
+        return error.exit_code
+    except typer.TyperException as error:
+        terminal.note(error.format_message())
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        terminal.note(f"{where}{error.strerror or error}")
+        return 1
+    except Exception as error:
+        if os.environ.get("MOETRIAGE_TRACEBACK"):
+            raise
+        terminal.note(f"unexpected {type(error).__name__}: {error} (a fault of moetriage; MOETRIAGE_TRACEBACK=1 shows where)")
+        return 1
+    return code if isinstance(code, int) else 0

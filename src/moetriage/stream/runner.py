@@ -19,24 +19,26 @@ from typing import Any, Self, cast
 from moetriage import __version__
 from moetriage.config import StreamConfig
 from moetriage.errors import UsageError
-from moetriage.gguf.kv_cache import kv_cache_bytes
-from moetriage.gguf.layout import ModelLayout, read_layout
+from moetriage.gguf.layout import read_layout
 from moetriage.stream.interrupts import Interrupts
 from moetriage.stream.llama import Llama
-from moetriage.stream.memory_limit import memory_limit
+from moetriage.stream.memory_plan import context_size
+from moetriage.stream.output_files import OutputFiles
 from moetriage.stream.report import Turn, build_report
-from moetriage.stream.run_outputs import OutputFiles, RunOutputs
+from moetriage.stream.run_outputs import RunOutputs
 from moetriage.stream.sampling import Sampling
 from moetriage.stream.telemetry import check_identities
-from moetriage.types import MIB, Phase, RunReport, TokenMetrics
+from moetriage.types import Phase, RunReport, TokenMetrics
 
-#: A context nobody asked for; longer ones cost memory that the expert cache then lacks.
-DEFAULT_N_CTX = 4096
 MAX_THREADS = 512
 #: How llama_cpp words it, before anything is evaluated.
 _TOO_LONG = re.compile(r"Requested tokens \((\d+)\) exceed context window of (\d+)")
 
 Message = dict[str, str]
+
+
+class PromptError(UsageError):
+    """Report a prompt that cannot be evaluated: empty, not text, longer than the context, or refused by the chat template."""
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -76,7 +78,7 @@ class Runner:
         n_threads = _threads(n_threads)
         layout = read_layout(model)
         files.check([*layout.paths, *(path for path in (config.force_routing, config.replay_drops) if path is not None)])
-        n_ctx = _context(layout, n_ctx)
+        n_ctx = context_size(layout, n_ctx)
         self.llm = Llama(
             model,
             stream=config,
@@ -102,7 +104,7 @@ class Runner:
         """Answer one prompt: a text to continue, or the messages of a chat, which the model's template makes into one.
 
         on_text: called with each piece of text; on_metrics: after each evaluated step. What they raise ends the generation.
-        Raises UsageError for a prompt that is empty or does not fit, ReadError for a failed read, RunInterrupted after Ctrl-C (at most
+        Raises PromptError for a prompt that is empty or does not fit, ReadError for a failed read, RunInterrupted after Ctrl-C (at most
         50 ms later, in the middle of a prompt too), TraceError if an output fails that must not. The runner stays usable.
         """
         pieces = self._pieces(prompt)
@@ -162,7 +164,7 @@ class Runner:
         except ValueError as error:
             if (match := _TOO_LONG.search(str(error))) is None:
                 raise
-            raise UsageError(
+            raise PromptError(
                 f"the prompt has {match[1]} tokens and the context {match[2]}, of which one at least is needed for the answer: "
                 "shorten the prompt or give a larger context (-c)"
             ) from error
@@ -175,7 +177,7 @@ class Runner:
         try:  # templates raise what they like, for example when they know no system role
             return self.llm.create_chat_completion(cast(Any, list(messages)), stream=True, **self.sampling.arguments())
         except Exception as error:
-            raise UsageError(f"the model's chat template does not take this conversation: {error}") from error
+            raise PromptError(f"the model's chat template does not take this conversation: {error}") from error
 
     @contextlib.contextmanager
     def _watched(self, turn: Turn, interrupts: Interrupts, on_metrics: Callable[[TokenMetrics], None] | None) -> Iterator[None]:
@@ -267,24 +269,9 @@ def _threads(n_threads: int | None) -> int:
     return n_threads
 
 
-def _context(layout: ModelLayout, n_ctx: int | None) -> int:
-    """Return the context to make. llama.cpp would touch all of its memory at once, so one that does not fit is refused here."""
-    if n_ctx is None:
-        return min(DEFAULT_N_CTX, layout.n_ctx_train or DEFAULT_N_CTX)
-    if n_ctx < 1:
-        raise UsageError(f"-c {n_ctx}: must be at least 1 token")
-    needed, limit = kv_cache_bytes(layout, n_ctx), memory_limit()
-    if needed > limit.available_bytes:
-        raise UsageError(
-            f"-c {n_ctx}: the KV cache takes {-(-needed // MIB)} MiB and {limit.available_bytes // MIB} MiB are available "
-            f"({limit.source}); give a smaller context"
-        )
-    return n_ctx
-
-
 def _check_prompt(prompt: str) -> None:
     if not prompt:
-        raise UsageError("the prompt is empty: give at least one character (-p)")
+        raise PromptError("the prompt is empty: give at least one character (-p)")
     _check_text(prompt)
 
 
@@ -292,4 +279,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"the prompt is no valid UTF-8 at character {error.start}") from error
+        raise PromptError(f"the prompt is no valid UTF-8 at character {error.start}") from error
