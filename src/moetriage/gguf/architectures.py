@@ -31,7 +31,8 @@ class TensorPlan:
     """One tensor to be made: normal values of ``mean`` and ``std``.
 
     layer: -1 outside blocks; exact: kept in f32 whatever the type asked for, as converters do with vectors and routers;
-    silent_rows: rows at the end that are zero; n_expert: 1, or the number of matrices in an expert tensor.
+    silent_rows: rows at the end that are zero; n_expert: 1, or the number of matrices in an expert tensor; row_spread: sigma of the
+    log-normal lengths of the rows (exact tensors only).
     """
 
     name: str
@@ -42,6 +43,7 @@ class TensorPlan:
     exact: bool = False
     silent_rows: int = 0
     n_expert: int = 1
+    row_spread: float = 0.0
 
 
 def _matrix(name: str, n_in: int, n_out: int, layer: int, gain: float = 1.0) -> TensorPlan:
@@ -61,7 +63,7 @@ def _experts(shape: Shape, name: str, n_in: int, n_out: int, layer: int) -> Tens
 
 def _router(shape: Shape, layer: int) -> TensorPlan:
     std = ROUTER_GAIN / math.sqrt(shape.n_embd)
-    return TensorPlan(f"blk.{layer}.ffn_gate_inp.weight", (shape.n_embd, shape.n_expert), std, layer=layer, exact=True)
+    return TensorPlan(f"blk.{layer}.ffn_gate_inp.weight", (shape.n_embd, shape.n_expert), std, layer=layer, exact=True, row_spread=shape.popularity)
 
 
 def _split_experts(shape: Shape, layer: int) -> Iterator[TensorPlan]:

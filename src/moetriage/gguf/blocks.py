@@ -94,7 +94,11 @@ class BlockSource:
 
     def _exact(self, plan: TensorPlan) -> npt.NDArray[np.float32]:
         rng = np.random.default_rng([self._seed, 0, self._number])
-        return (np.float32(plan.mean) + np.float32(plan.std) * rng.standard_normal(int(np.prod(plan.ne)), dtype=np.float32)).astype("<f4")
+        normal = rng.standard_normal((plan.ne[-1], int(np.prod(plan.ne[:-1]))), dtype=np.float32)
+        if plan.row_spread:
+            lengths = np.exp(plan.row_spread * rng.standard_normal((plan.ne[-1], 1), dtype=np.float32))
+            normal *= lengths / np.sqrt(np.mean(lengths**2))
+        return (np.float32(plan.mean) + np.float32(plan.std) * normal).astype("<f4")
 
     def _ring(self, key: tuple[int, float, int]) -> _Ring:
         if key not in self._rings:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """One synthetic model. ``expert_types``: (all but down, down) tensor types of the expert tensors, repeated over the layers; empty:
-    ``ggml_type``. ``lead``: leading blocks without experts."""
+    ``ggml_type``. ``lead``: leading blocks without experts. ``popularity``: how unevenly experts are chosen (0: alike)."""
 
     arch: str
     about: str
@@ -28,6 +28,7 @@ class Shape:
     ggml_type: str = "q4_0"
     expert_types: tuple[tuple[str, str], ...] = ()
     pre: str = "gpt-2"
+    popularity: float = 0.0
 
 
 SHAPES: dict[str, Shape] = {
@@ -96,7 +97,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "qwen3-30b-a3b": Shape(
         arch="qwen3moe",
-        about="the size of Qwen3-30B-A3B, for benchmarks",
+        about="the size of Qwen3-30B-A3B, for benchmarks; some experts are as popular as in the recorded routing of the real model",
         n_layer=48,
         n_expert=128,
         top_k=8,
@@ -110,5 +111,7 @@ SHAPES: dict[str, Shape] = {
         n_ctx_train=40960,
         rope_base=1e6,
         pre="qwen2",
+        # Random routers would spread the load evenly and make every cache look useless: at 4000 MiB, 57 % hits against 80 % recorded.
+        popularity=1.0,
     ),
 }
