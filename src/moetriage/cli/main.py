@@ -66,7 +66,7 @@ def invoke(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
-        where = "" if error.filename is None else f"{error.filename}: "
+        where = "reading or writing failed: " if error.filename is None else f"{error.filename}: "
         terminal.note(f"{where}{error.strerror or error}")
         return 1
     except Exception as error:

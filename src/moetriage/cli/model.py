@@ -19,6 +19,7 @@ from moetriage.types import MIB
 
 if TYPE_CHECKING:
     from moetriage.gguf.inspect import Floor, Inspection
+    from moetriage.gguf.layout import ModelLayout
     from moetriage.stream.budget import Budget
     from moetriage.stream.iobench import LaneResult
 
@@ -42,28 +43,30 @@ def inspect(
     from moetriage.stream.memory_plan import plan_budget
 
     path = model_path(model)
-    # Checks every value before anything is measured.
-    found = inspect_model(path, hit_fraction=hit_fraction, disk_mb_s=disk_mb_s, n_ctx=ctx_size)
     layout = read_layout(path)
-    why_not = None
-    if disk_mb_s is None:
-        from moetriage.stream.iobench import quick_disk_rate
-
-        try:
-            found = inspect_model(path, hit_fraction=hit_fraction, disk_mb_s=quick_disk_rate(path, layout=layout), n_ctx=ctx_size)
-        except UsageError as error:  # a file in memory, for example; all else is known all the same
-            why_not = str(error)
+    rate, why_not = (disk_mb_s, "") if disk_mb_s is not None else _disk_rate(layout)
+    found = inspect_model(path, hit_fraction=hit_fraction, disk_mb_s=rate, n_ctx=ctx_size)
     budget = plan_budget(layout, found.n_ctx)
     if json_output:
         auto = {"budget_bytes": budget.bytes, "source": budget.source, "notes": list(budget.notes)}
-        terminal.print_json(found.as_dict() | {"disk_measured": disk_mb_s is None and why_not is None, "auto": auto})
+        terminal.print_json(found.as_dict() | {"disk_measured": disk_mb_s is None and rate is not None, "auto": auto})
         return
     terminal.print_facts(_facts(found, budget, measured=disk_mb_s is None, why_not=why_not))
     if found.floors:
         terminal.print_table(("hits", "s a token, at least", "tok/s, at most"), [_floor_row(floor) for floor in found.floors])
 
 
-def _facts(found: Inspection, budget: Budget, *, measured: bool, why_not: str | None) -> list[tuple[str, str]]:
+def _disk_rate(layout: ModelLayout) -> tuple[float | None, str]:
+    """Return the disk's rate, or why it cannot be measured (a file in memory, for example): all else is known all the same."""
+    from moetriage.stream.iobench import quick_disk_rate
+
+    try:
+        return quick_disk_rate(layout.paths[0], layout=layout), ""
+    except UsageError as error:
+        return None, str(error)
+
+
+def _facts(found: Inspection, budget: Budget, *, measured: bool, why_not: str) -> list[tuple[str, str]]:
     shared = f", {found.n_expert_shared} shared" if found.n_expert_shared else ""
     per_expert = terminal.size(found.expert_bytes_min)
     if found.expert_bytes_max != found.expert_bytes_min:
@@ -81,14 +84,15 @@ def _facts(found: Inspection, budget: Budget, *, measured: bool, why_not: str | 
         ("KV cache", f"{terminal.size(found.kv_bytes)} for {found.n_ctx} tokens (the model's own context is {found.n_ctx_train})"),
         ("working set T", f"{terminal.size(found.working_set_bytes)} a token"),
         ("smallest cache", f"--cache-mb {found.smallest_cache_mib}: below that no read is ever saved"),
-        ("auto, here", _auto(budget)),
+        ("--cache-mb auto", _auto(budget)),
         ("disk", rate),
     ]
 
 
 def _auto(budget: Budget) -> str:
-    chosen = f"--cache-mb {budget.bytes // MIB} ({budget.source})" if budget.bytes else f"no cache ({budget.source})"
-    return "; ".join([f"about {chosen}", *budget.notes])
+    source = budget.source.removeprefix("auto: ")
+    chosen = f"about {budget.bytes // MIB} MiB of cache ({source})" if budget.bytes else f"no cache ({source})"
+    return "; ".join([chosen, *budget.notes])
 
 
 def _floor_row(floor: Floor) -> tuple[str, str, str]:

@@ -24,7 +24,7 @@ def summary(report: RunReport) -> list[str]:
 def _lines(report: RunReport) -> Iterator[str]:
     if report.finish_reason in _ENDS:
         yield _ENDS[report.finish_reason].format(n_ctx=report.config["n_ctx"])
-    yield short_summary(report)
+    yield f"{short_summary(report)}; loaded in {report.load_seconds:.2f} s"
     if report.config["mmap"]:
         yield "plain mmap: nothing was streamed"
     else:
@@ -37,12 +37,10 @@ def _lines(report: RunReport) -> Iterator[str]:
 
 def short_summary(report: RunReport) -> str:
     """Return one line with sizes and rates, for an answer among others."""
-    parts = [f"{report.generated} tokens"]
+    answer = f"{report.generated} tokens"
     if report.decode.tokens:
-        parts[0] += f" in {report.decode_seconds:.2f} s: {report.tok_per_s:.2f} tok/s"
-    prompt = f"prompt {report.prefill.tokens} tokens in {report.prefill_seconds:.2f} s"
-    parts += [prompt, f"loaded in {report.load_seconds:.2f} s"]
-    return "; ".join(parts)
+        answer += f" in {report.decode_seconds:.2f} s: {report.tok_per_s:.2f} tok/s"
+    return f"{answer}; prompt {report.prefill.tokens} tokens in {report.prefill_seconds:.2f} s"
 
 
 def drop_line(report: RunReport) -> str | None:

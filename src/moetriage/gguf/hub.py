@@ -63,12 +63,12 @@ def choose(spec: str, names: Sequence[str], glob: str | None) -> list[str]:
 
 def _client(spec: str) -> Any:
     try:
-        client: Any = importlib.import_module("huggingface_hub")
+        client, utils = (importlib.import_module(f"huggingface_hub{part}") for part in ("", ".utils"))
     except ImportError as error:
         raise UsageError(f"{spec}: needs the hub's client: pip install 'moetriage[hub]', or give a local file") from error
-    client.utils.logging.set_verbosity_error()
+    utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
-        client.utils.disable_progress_bars()
+        utils.disable_progress_bars()
     return client
 
 
@@ -86,7 +86,7 @@ def _names(client: Any, spec: str, repo: str) -> list[str]:
 def _cached_names(client: Any, repo: str) -> list[str]:
     try:
         cached = [found for found in client.scan_cache_dir().repos if found.repo_id == repo and found.repo_type == "model"]
-    except client.errors.CacheNotFound:
+    except Exception:  # there is none, or not one that can be read: that nothing could be downloaded is the news
         return []
     revisions = [revision for found in cached for revision in found.revisions]
     newest = max(revisions, key=lambda revision: revision.last_modified, default=None)

@@ -101,6 +101,11 @@ class Llama(llama_cpp.Llama):
         self.sampled.append(token)
         return token
 
+    def close(self) -> None:
+        """Free the model; a second call does nothing, nor does one on an object that was refused before there was a model."""
+        if hasattr(self, "_stack"):
+            super().close()
+
     def reset(self) -> None:
         """Forget the sequence; the expert cache stays warm."""
         super().reset()
