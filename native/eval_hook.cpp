@@ -54,9 +54,11 @@ GraphPlan EvalHook::finish_learning(const std::unordered_map<std::string, int> &
 void EvalHook::arm(GraphPlan plan, std::unique_ptr<ExpertStore> store) {
     plan_ = std::move(plan);
     if (store != nullptr) store_ = std::move(store);
+    if (store_ != nullptr && options_.prefetch_depth > 0) store_->allow_prefetch();
     roles_.clear();
     products_.clear();
     layers_.assign(plan_.layers.size(), {});
+    layer_products_.assign(plan_.layers.size(), 0);
     for (size_t i = 0; i < plan_.layers.size(); ++i) {
         const LayerPlan &layer = plan_.layers[i];
         const int index = static_cast<int>(i);
@@ -65,7 +67,12 @@ void EvalHook::arm(GraphPlan plan, std::unique_ptr<ExpertStore> store) {
         for (size_t stage = 0; stage < layer.stages.size(); ++stage) {
             const StagePlan &part = layer.stages[stage];
             if (!part.wait.empty()) roles_[part.wait] = {Role::wait, index, static_cast<int>(stage)};
-            for (const std::string &name : part.tensors) products_[name] = {index, static_cast<int>(stage)};
+            layer_products_[i] += static_cast<int>(part.tensors.size());
+            for (const std::string &name : part.tensors) {
+                products_[name] = {index, static_cast<int>(stage)};
+                // A graph that was learned again may run its products in other stages than the first one did.
+                if (store_ != nullptr) store_->set_stage(name, static_cast<int>(stage));
+            }
         }
     }
 }
@@ -74,6 +81,8 @@ void EvalHook::begin_batch(Phase phase, int32_t step, int64_t phase_token) {
     phase_ = phase;
     step_ = step;
     phase_token_ = phase_token;
+    learning_ = false;  // left over if learning was interrupted
+    for (LayerState &state : layers_) state = {};
     done_tokens_ = graph_tokens_ = next_tokens_ = 0;
     last_layer_ = INT_MAX;  // the first routing of the batch opens a graph
     range_open_ = false;
@@ -142,14 +151,15 @@ void EvalHook::begin_graph() {
 
 // Before a product is computed its experts must be there. In a graph that matches the plan they are; this holds for any other graph too.
 void EvalHook::guard_product(const GgmlTensor *node) {
-    if (store_ == nullptr) return;
+    if (store_ == nullptr && !needs_weights()) return;
     const auto it = products_.find(std::string_view(node->src[0]->base()->name));
     if (it == products_.end()) return;
     const ProductRole product = it->second;
     LayerState &state = layers_[product.layer];
     if (state.loaded) {
         const bool announced = product.stage == 0 || (state.waits_seen & (1u << product.stage)) != 0;
-        if (!announced && store_->stage_pending(product.layer, product.stage)) wait_for(product.stage);
+        if (!announced && store_ != nullptr && store_->stage_pending(product.layer, product.stage)) wait_for(product.stage);
+        pass_product(product.layer);
         return;
     }
     if (range_open_) {
@@ -162,6 +172,14 @@ void EvalHook::guard_product(const GgmlTensor *node) {
     state.weights = nullptr;
     route_layer(product.layer);
     for (int stage = 1; stage < kStages; ++stage) wait_for(stage);
+    pass_product(product.layer);
+}
+
+// After its last product a layer counts as not loaded: a graph that comes without announcing its routing under the known name must not
+// run on what another graph had loaded.
+void EvalHook::pass_product(int layer) {
+    LayerState &state = layers_[static_cast<size_t>(layer)];
+    if (++state.products == layer_products_[static_cast<size_t>(layer)]) state.loaded = false;
 }
 
 bool EvalHook::after(GgmlTensor *node) {

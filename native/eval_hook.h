@@ -88,6 +88,7 @@ class EvalHook {
         GgmlTensor *weights = nullptr;
         bool loaded = false;
         unsigned waits_seen = 0;  // bit per stage whose wait node was announced
+        int products = 0;         // announced in this graph
     };
     struct ProductRole {
         int layer;
@@ -111,6 +112,7 @@ class EvalHook {
     bool ask_role(GgmlTensor *node, const NodeRole &role);
     void begin_graph();
     void guard_product(const GgmlTensor *node);
+    void pass_product(int layer);
     bool route_layer(int layer);
     bool read_routing(int layer, Routing &routing);
     bool force(int layer, const Routing &routing);
@@ -132,6 +134,7 @@ class EvalHook {
     std::unordered_map<std::string_view, NodeRole> roles_;
     std::unordered_map<std::string_view, ProductRole> products_;  // by expert tensor; the keys live in plan_
     std::vector<LayerState> layers_;
+    std::vector<int> layer_products_;  // products of each layer in the plan
     std::vector<GgmlTensor *> learning_nodes_;
     bool learning_ = false;
     bool range_open_ = false;  // nodes were asked for since the last computed one

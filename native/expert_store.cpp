@@ -35,6 +35,12 @@ ExpertStore::ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_
     }
 }
 
+void ExpertStore::set_stage(const std::string &name, int stage) {
+    for (ExpertTensor &tensor : tensors_) {
+        if (tensor.name == name) tensor.stage = stage;
+    }
+}
+
 void ExpertStore::settle(int layer) {
     if (ahead_slots_[layer].empty()) return;
     ReadTicket &ticket = *ahead_[layer];
@@ -201,7 +207,8 @@ void ExpertStore::add_reads(const ExpertTensor &tensor, const std::vector<int32_
         job.tag = cache_.slot(tensor.layer, experts[i]);
         std::byte *first = page_ceil(job.dest);
         std::byte *last = page_floor(job.dest + tensor.expert_bytes);
-        const Leavings taken = take_leavings(last > first ? static_cast<size_t>(last - first) : 0);
+        const bool may_take = tensor.stage < stages_with_leavings_ && last > first;
+        const Leavings taken = take_leavings(may_take ? static_cast<size_t>(last - first) : 0);
         job.donor = taken.first;
         if (taken.released_first < taken.first) job.edges[0] = taken.released_first;
         if (taken.released_last > taken.last) job.edges[1] = taken.last;
@@ -217,13 +224,11 @@ void ExpertStore::prefetch(int layer, int depth) {
     const int layers = cache_.layers();
     for (int ahead = 1; ahead <= std::min(depth, layers - 1); ++ahead) {
         const int target = (layer + ahead) % layers;
-        jobs_.clear();
-        for (const int32_t expert : last_used_[target]) speculate(target, expert, jobs_);
-        reader_->submit(jobs_, true);
+        for (const int32_t expert : last_used_[target]) speculate(target, expert);
     }
 }
 
-void ExpertStore::speculate(int layer, int expert, std::vector<ReadJob> &jobs) {
+void ExpertStore::speculate(int layer, int expert) {
     const int32_t slot = cache_.slot(layer, expert);
     if (cache_.resident(slot)) return;
     cache_.insert(slot);
@@ -237,7 +242,10 @@ void ExpertStore::speculate(int layer, int expert, std::vector<ReadJob> &jobs) {
     speculated_[slot] = 1;
     ahead_slots_[layer].push_back(slot);
     ++prefetch_.issued;
-    for (const int index : layer_tensors_[layer]) add_reads(tensors_[index], {expert}, ahead_[layer].get(), jobs);
+    // Submitted before the next guess is made: that one may evict and so settle this layer, which must find these reads.
+    jobs_.clear();
+    for (const int index : layer_tensors_[layer]) add_reads(tensors_[index], {expert}, ahead_[layer].get(), jobs_);
+    reader_->submit(jobs_, true);
 }
 
 std::pair<int, int> ExpertStore::locate(int32_t shard, uint64_t offset) const {

@@ -38,6 +38,9 @@ class ExpertStore {
    public:
     ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_expert, ReaderOptions options, std::vector<std::string> shards);
 
+    // Let a tensor's reads be waited for with another stage. Only between batches.
+    void set_stage(const std::string &name, int stage);
+
     // Finish what speculation has under way on this layer, so that residency is settled.
     void settle(int layer);
 
@@ -49,8 +52,11 @@ class ExpertStore {
     // Whether wait_stage() has anything to do (or to report) for this layer's stage.
     bool stage_pending(int layer, int stage) const;
 
-    // Read ahead what the previous token used in the `depth` layers after this one, wrapping into the next token.
+    // Read ahead what the previous token used in the `depth` layers after this one, wrapping into the next token. Only after allow_prefetch().
     void prefetch(int layer, int depth);
+    // From now on pages of evicted experts go only to the first stage's reads, which are over when prefetch() is called: a later stage's
+    // read might still be about to move away pages that a guess is being read into.
+    void allow_prefetch() { stages_with_leavings_ = 1; }
     void remember_used(int layer, const std::vector<int32_t> &experts) { last_used_[layer] = experts; }
 
     // After a stopped generation: no read is under way any more, and what was not completely loaded is forgotten.
@@ -82,7 +88,7 @@ class ExpertStore {
     bool page_in_use(const ExpertTensor &tensor, const std::byte *page) const;
     void forget(const std::vector<int32_t> &slots);
     void release_now(const std::vector<int32_t> &slots);
-    void speculate(int layer, int expert, std::vector<ReadJob> &jobs);
+    void speculate(int layer, int expert);
 
     std::vector<ExpertTensor> tensors_;
     std::vector<std::vector<int>> layer_tensors_;
@@ -93,6 +99,7 @@ class ExpertStore {
     std::vector<int32_t> loading_;  // slots of the current batch whose reads may be under way
     std::vector<int32_t> missing_;
     std::vector<int32_t> evicted_;
+    int stages_with_leavings_ = kStages;
     std::vector<Leavings> leavings_;  // of this batch's evictions, not yet taken over or released
     std::vector<ReadJob> jobs_;
     std::vector<std::unique_ptr<ReadTicket>> ahead_;  // one ticket per layer for its speculative reads
