@@ -59,7 +59,6 @@ class StreamConfig:
     mmap: do not stream at all: plain llama.cpp with the file mapped, as a baseline.
     staged: let each product start as soon as its own experts are read, while those of the next are still on their way.
     in_place: let O_DIRECT land in the expert's own memory (mirrors the file's offset modulo the block) instead of a bounce buffer.
-    repack_dense: let llama.cpp repack the dense weights for faster kernels (changes their rounding; experts are never repacked).
     force_routing: trace whose ids and weights replace the router's, step by step.
     replay_drops: trace whose dropped set is dropped again, whatever the cache holds.
     """
@@ -76,7 +75,6 @@ class StreamConfig:
     mmap: bool = False
     staged: bool = True
     in_place: bool = True
-    repack_dense: bool = False
     force_routing: Path | None = None
     replay_drops: Path | None = None
 

@@ -73,14 +73,6 @@ class EngineOptions:
         bool,
         typer.Option("--no-staged", rich_help_panel=_CACHE, help="Wait for all of an expert before its first product is computed."),
     ] = not StreamConfig.staged
-    repack_dense: Annotated[
-        bool,
-        typer.Option(
-            "--repack-dense",
-            rich_help_panel=_CACHE,
-            help="Let llama.cpp repack what is no expert for faster kernels; results then differ in rounding.",
-        ),
-    ] = StreamConfig.repack_dense
     n_expert_used: Annotated[
         int | None,
         typer.Option(metavar="K", rich_help_panel=_LOSSY, help="Use K experts per token and layer instead of the model's own number."),
@@ -131,7 +123,6 @@ class EngineOptions:
             drop=self._drop(),
             mmap=self.mmap,
             staged=not self.no_staged,
-            repack_dense=self.repack_dense,
             force_routing=self.force_routing,
             replay_drops=self.replay_drops,
         )
@@ -161,7 +152,7 @@ class EngineOptions:
     def _refuse_with_mmap(self) -> None:
         """A baseline whose flags did nothing would be published as what the flags say."""
         for name in (
-            *("cache_mb", "cache_ceil_mb", "force_cache", "io_threads", "no_odirect", "dense_weights", "no_staged", "repack_dense"),
+            *("cache_mb", "cache_ceil_mb", "force_cache", "io_threads", "no_odirect", "dense_weights", "no_staged"),
         ):
             value = getattr(self, name)
             if value != getattr(EngineOptions, name):

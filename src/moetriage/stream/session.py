@@ -101,7 +101,6 @@ class Session:
         try:
             self._source = _native.ModelSource.open(str(ggml_api.library_path()), image.header, image.size, segments, shards)
             self._overrides = llama_api.buffer_overrides(self._placements())
-            params.use_extra_bufts = self.config.repack_dense
             model = llama_api.load_streamed(params, self._source.file_pointer, self._overrides)
             if model is not None:
                 self._source.bind_experts([_place(span) for span in self._spans.values()])
@@ -133,7 +132,7 @@ class Session:
         return ctx
 
     def _placements(self) -> list[tuple[str, int]]:
-        """Send expert tensors to our reserved memory, and everything else to memory of ours too unless llama.cpp is to repack it."""
+        """Send expert tensors to our reserved memory and everything else to memory of ours too, where llama.cpp repacks nothing."""
         blocks: dict[str, list[int]] = {}
         for name, block in self._blocks.items():
             blocks.setdefault(name.split(".", 2)[2], []).append(block)
@@ -141,9 +140,7 @@ class Session:
             (rf"^blk\.(?:{'|'.join(map(str, sorted(numbers)))})\.{re.escape(rest)}$", self._source.expert_buffer_type)
             for rest, numbers in blocks.items()
         ]
-        if not self.config.repack_dense:
-            pairs.append((".", self._source.dense_buffer_type))
-        return pairs
+        return [*pairs, (".", self._source.dense_buffer_type)]
 
     def _learn(self, ctx: Any, token: int) -> Any:
         self.hook.begin_learning()
