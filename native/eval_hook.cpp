@@ -208,6 +208,11 @@ bool EvalHook::route_layer(int layer) {
     if (stop_ != Stop::none) return false;
     if (options_.record_routes) record(layer, routing);
     if (store_ == nullptr) return true;
+    {
+        // Waking the lanes is part of reading: on few cores they run at once, in this thread's place.
+        Timed timed(counters_.wait_nanos);
+        store_->start_reads();
+    }
     if (!wait_for(0)) return false;
     if (options_.prefetch_depth > 0 && phase_ == Phase::decode) store_->prefetch(layer, options_.prefetch_depth);
     return true;

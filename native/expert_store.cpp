@@ -85,7 +85,11 @@ void ExpertStore::load(int layer, const std::vector<int32_t> &experts, std::vect
         }
     }
     add_releases(jobs_);
+}
+
+void ExpertStore::start_reads() {
     reader_->submit(jobs_, false);
+    jobs_.clear();
 }
 
 bool ExpertStore::wait_stage(int stage) {

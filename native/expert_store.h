@@ -44,8 +44,11 @@ class ExpertStore {
     // Finish what speculation has under way on this layer, so that residency is settled.
     void settle(int layer);
 
-    // Look up the layer's distinct experts, evict, and start reading the missing ones. missed[i] tells whether experts[i] is read.
+    // Look up the layer's distinct experts, evict, and plan the reads of the missing ones. missed[i] tells whether experts[i] is read.
     void load(int layer, const std::vector<int32_t> &experts, std::vector<uint8_t> &missed);
+
+    // Hand the planned reads to the lanes; must follow every load().
+    void start_reads();
 
     // Wait until a stage of the batch is read. False: a read failed, nothing of this batch is resident, see failure().
     bool wait_stage(int stage);
