@@ -22,6 +22,7 @@ from moetriage.stream.routing import load_routing
 from moetriage.stream.session import Session
 from moetriage.types import Phase
 
+LogitsProcessor = Callable[[Any, Any], Any]
 #: Arguments of llama_cpp.Llama that streaming decides itself.
 _OURS = {
     "use_mmap": "use StreamConfig(mmap=True) for a mapped model, or StreamConfig(dense_weights=...)",
@@ -68,6 +69,7 @@ class Llama(llama_cpp.Llama):
         self.session = Session(layout, config, renorm=routing.renorm, record_routes=record_routes, notify=notify or _warn)
         self.phase = Phase.PREFILL
         self.sampled: list[int] = []
+        self._raised: BaseException | None = None
         with llama_api.loading_through(self.session.load_model, self.session.init_context):
             super().__init__(str(model_path), kv_overrides=overrides or None, **kwargs)
         routing.apply(self.session)
@@ -82,6 +84,7 @@ class Llama(llama_cpp.Llama):
             raise
 
     def _forget_failed_batch(self) -> None:
+        self._requires_eval = True  # the logits of the batch before are gone: the same prompt again must not be sampled from them
         # Tokens of a stopped batch may be in the KV cache; a recurrent state cannot be cut back and starts over.
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             llama_api.clear_memory(self._ctx.ctx)
@@ -94,9 +97,29 @@ class Llama(llama_cpp.Llama):
         self.session.begin_turn()
         yield from super().generate(tokens, *args, **kwargs)
 
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a sampler whose logits processors may raise. llama_cpp runs them inside a C callback, which only prints an exception."""
+        self._raised = None
+        if kwargs.get("logits_processor") is not None:
+            kwargs["logits_processor"] = [self._guarded(processor) for processor in kwargs["logits_processor"]]
+        return super()._init_sampler(*args, **kwargs)
+
+    def _guarded(self, processor: LogitsProcessor) -> LogitsProcessor:
+        def guarded(tokens: Any, scores: Any) -> Any:
+            if self._raised is None:
+                try:
+                    return processor(tokens, scores)
+                except BaseException as error:
+                    self._raised = error
+            return scores
+
+        return guarded
+
     def sample(self, *args: Any, **kwargs: Any) -> int:
-        """Sample a token as llama_cpp.Llama does; what is evaluated next is decoding."""
+        """Sample a token as llama_cpp.Llama does; what is evaluated next is decoding. Raises what a logits processor raised."""
         token = int(super().sample(*args, **kwargs))
+        if self._raised is not None:
+            raise self._raised
         self.phase = Phase.DECODE
         self.sampled.append(token)
         return token

@@ -113,6 +113,11 @@ def decode_batch(ctx: Any, batch: Any) -> int:
     return int(lib.llama_decode(ctx, batch))
 
 
+def forget_batch(ctx: Any, batch: Any) -> bool:
+    """Take a batch's tokens, and any after them, out of the KV cache; False where the model's state cannot be cut back."""
+    return bool(lib.llama_memory_seq_rm(lib.llama_get_memory(ctx), -1, batch.pos[0], -1))
+
+
 def clear_memory(ctx: Any) -> None:
     """Empty the KV cache (and any recurrent state)."""
     lib.llama_memory_clear(lib.llama_get_memory(ctx), True)

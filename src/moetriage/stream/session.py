@@ -15,7 +15,7 @@ from typing import Any
 
 from moetriage import _native
 from moetriage.config import DROP_EVIDENCE_TOP_K, DROP_LOW_TOP_K_WARN, DropConfig, StreamConfig
-from moetriage.errors import GraphError, ModelFileError, ReadError
+from moetriage.errors import GraphError, ModelFileError, ReadError, UsageError
 from moetriage.gguf import ggml_api
 from moetriage.gguf.layout import ModelLayout, TensorSpan
 from moetriage.gguf.virtual import virtual_file
@@ -26,6 +26,8 @@ from moetriage.types import Phase, TokenMetrics
 
 #: A graph that keeps changing under the plan is not a graph we can stream.
 MAX_RELEARN = 3
+#: llama_decode's answer when the KV cache has no place left for the batch.
+NO_ROOM = 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Session:
         }
         self._last_end: float | None = None
         self._step = 0
+        self._n_ctx = 0
         drop = config.drop or DropConfig(threshold=0.0)
         self.hook = _native.EvalHook(
             str(ggml_api.library_path()),
@@ -114,6 +117,7 @@ class Session:
         """Make the context, learn its graph without computing it, size the cache and open the readers."""
         before = _private_bytes()
         hook = self.hook
+        self._n_ctx = int(params.n_ctx)
         with llama_api.explained() as reasons:
             ctx = llama_api.init_hooked(model, params, on_eval=hook.callback, on_abort=hook.abort_callback, user_data=hook.user_data)
         if ctx is None:
@@ -225,21 +229,24 @@ class Session:
         """Start counting steps anew; the cache stays as it is. What an ended evaluation or read-ahead counted since belongs to no step."""
         self._step = 0
         self._last_end = None
-        stats = self.hook.stats()
-        self._last = {name: stats.get(name, 0.0) for name in self._last}
+        self._last = self._counters()
 
     def decode(self, ctx: Any, batch: Any, phase: Phase) -> None:
         """Evaluate one llama_batch. Raises ReadError, GraphError, or what a signal handler raised; nothing of the batch is kept then."""
         n_tokens = int(batch.n_tokens)
         began = time.perf_counter()
-        status, stop, reasons = self._evaluate(ctx, batch, phase)
-        ended = time.perf_counter()
-        if stop:
-            self.hook.take_routes()
-            self._raise(stop)
-        if status != 0:
-            raise ModelFileError(str(self.layout.paths[0]), f"llama.cpp could not evaluate the batch: {_cause(reasons)} (status {status})")
-        self._account(phase, n_tokens, began, ended)
+        try:
+            status, stop, reasons = self._evaluate(ctx, batch, phase)
+            if stop:
+                self._raise(stop)
+            if status != 0:
+                self._refuse(status, n_tokens, reasons)
+        except BaseException:
+            # Also after Ctrl-C, which Python raises behind an evaluation that was too short to be stopped in the middle.
+            self.hook.end_batch()
+            self._discard()
+            raise
+        self._account(phase, n_tokens, began, time.perf_counter())
 
     def _evaluate(self, ctx: Any, batch: Any, phase: Phase) -> tuple[int, str, list[str]]:
         """Decode, learning the graph again if it left the plan. Returns llama.cpp's status, why the hook stopped it, and messages."""
@@ -249,12 +256,37 @@ class Session:
                 self.hook.begin_batch(int(phase), self._step, self._phase_tokens[phase])
                 status = llama_api.decode_batch(ctx, batch)
                 stop = self.hook.end_batch()
-                if stop != "moved":
+                if stop != "moved" or not llama_api.forget_batch(ctx, batch):
                     break
-                self.hook.begin_learning()
-                llama_api.decode_batch(ctx, batch)
-                self.hook.rearm(self._finish_learning())
+                self._discard()
+                self._learn_again(ctx, batch)
         return status, stop, reasons
+
+    def _learn_again(self, ctx: Any, batch: Any) -> None:
+        known = self.layers
+        self.hook.begin_learning()
+        llama_api.decode_batch(ctx, batch)
+        plan = self._finish_learning()
+        if [(layer.block, sorted(layer.tensors)) for layer in self.layers] != [(layer.block, sorted(layer.tensors)) for layer in known]:
+            self.layers = known
+            raise GraphError("MUL_MAT_ID", "this graph runs other experts than the one that the session was made for")
+        self.hook.rearm(plan)
+
+    def _discard(self) -> None:
+        """Forget what a stopped evaluation recorded and counted: it belongs to no step."""
+        self.hook.take_routes()
+        self._last = self._counters()
+
+    def _counters(self) -> dict[str, float]:
+        stats = self.hook.stats()
+        return {name: stats.get(name, 0.0) for name in self._last}
+
+    def _refuse(self, status: int, n_tokens: int, reasons: list[str]) -> None:
+        if status == NO_ROOM:
+            raise UsageError(
+                f"the context of {self._n_ctx} tokens has no room for {n_tokens} more: shorten the text, or give a larger context (-c)"
+            )
+        raise ModelFileError(str(self.layout.paths[0]), f"llama.cpp could not evaluate the batch: {_cause(reasons)} (status {status})")
 
     def _raise(self, stop: str) -> None:
         if stop == "read_failed":
