@@ -19,7 +19,11 @@ ModelSource::ModelSource(const std::string &libggml_base, std::vector<std::byte>
       shards_(std::move(shards)),
       experts_(api_, "moetriage-experts", false),
       dense_(api_, "moetriage-dense", true),
-      file_(std::make_unique<VirtualFile>(std::move(header), size, std::move(segments), shards_)) {}
+      file_(std::make_unique<VirtualFile>(std::move(header), size, std::move(segments), shards_)) {
+    if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPage)) {
+        throw std::runtime_error("this kernel's pages are not 4 KiB, which expert placement is built on; use mmap instead");
+    }
+}
 
 ModelSource::~ModelSource() {
     for (const Mapping &mapping : mappings_) {

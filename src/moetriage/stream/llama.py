@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,16 @@ class Llama(llama_cpp.Llama):
         with llama_api.loading_through(self.session.load_model, self.session.init_context):
             super().__init__(str(model_path), kv_overrides=overrides or None, **kwargs)
         routing.apply(self.session)
-        # llama_cpp evaluates every batch through this one method of its context.
-        self._ctx.decode = self._decode
+        # llama_cpp evaluates every batch through this one method of its context. Weakly bound: a cycle would keep gigabytes of experts
+        # until the garbage collector happens to run.
+        owner = weakref.ref(self)
+
+        def decode(batch: Any) -> None:
+            llama = owner()
+            assert llama is not None, "its own method calls this"
+            llama._decode(batch)
+
+        self._ctx.decode = decode
 
     def _decode(self, batch: Any) -> None:
         try:

@@ -24,19 +24,22 @@ _PATCH_LOCK = threading.Lock()
 _plain_load, _plain_init = lib.llama_model_load_from_file, lib.llama_init_from_model
 
 
+_messages: list[str] = []
+
+
+@lib.llama_log_callback
+def _collect(level: int, text: bytes, _user_data: Any) -> None:
+    if level == _LOG_ERROR:
+        _messages.append(text.decode(errors="replace").strip())
+
+
 @contextmanager
 def explained() -> Iterator[list[str]]:
-    """Collect llama.cpp's error messages instead of printing them; yields the list they go to."""
-    reasons: list[str] = []
-
-    @lib.llama_log_callback
-    def collect(level: int, text: bytes, _user_data: Any) -> None:
-        if level == _LOG_ERROR:
-            reasons.append(text.decode(errors="replace").strip())
-
-    lib.llama_log_set(collect, None)
+    """Collect llama.cpp's error messages instead of printing them; yields the list they go to. Its log is one per process."""
+    _messages.clear()
+    lib.llama_log_set(_collect, None)
     try:
-        yield reasons
+        yield _messages
     finally:
         lib.llama_log_set(llama_log_callback, None)
 
