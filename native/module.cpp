@@ -279,5 +279,6 @@ NB_MODULE(_native, m) {
         .def("resident", [](EvalHook &h, int layer, int expert) { return h.store()->cache().resident(h.store()->cache().slot(layer, expert)); })
         .def_prop_ro("direct_state", [](EvalHook &h) { return h.store() ? h.store()->reader().direct_state() : std::string("off"); })
         .def("stats", stats)
-        .def("take_routes", take_routes);
+        .def("take_routes", take_routes, nb::sig("def take_routes(self) -> dict[str, object]"),
+             "The routing records since the last call, as one array a column of moetriage.trace.schema (without `turn`).");
 }

@@ -83,7 +83,7 @@ class Llama(llama_cpp.Llama):
             assert llama is not None, "its own method calls this"
             llama._decode(batch)
 
-        self._ctx.decode = decode
+        self._ctx.decode = decode  # type: ignore[method-assign]
 
     def _decode(self, batch: Any) -> None:
         try:
@@ -140,7 +140,7 @@ class Llama(llama_cpp.Llama):
 
     def reset(self) -> None:
         """Forget the sequence; the expert cache stays warm."""
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
         self.phase = Phase.PREFILL
 
 

@@ -27,7 +27,7 @@ _plain_load, _plain_init = lib.llama_model_load_from_file, lib.llama_init_from_m
 _messages: list[str] = []
 
 
-@lib.llama_log_callback
+@lib.llama_log_callback  # type: ignore[untyped-decorator]
 def _collect(level: int, text: bytes, _user_data: Any) -> None:
     if level == _LOG_ERROR:
         _messages.append(text.decode(errors="replace").strip())

@@ -155,7 +155,7 @@ class Session:
         return plan
 
     def _finish_learning(self) -> Any:
-        plan = self.hook.finish_learning(self._blocks)
+        plan: Any = self.hook.finish_learning(self._blocks)
         if isinstance(plan, tuple):
             raise GraphError(*plan)
         self.layers = tuple(LearnedLayer(block, top_k, tuple(map(tuple, stages)), ok) for block, top_k, stages, ok in plan.layers)
