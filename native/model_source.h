@@ -33,6 +33,7 @@ class ModelSource {
     const std::string &read_error() const { return file_->error(); }
     const GgmlOps &ops() const { return ops_; }
     const std::vector<std::string> &shards() const { return shards_; }
+    uint64_t loaded_bytes() const { return file_->bytes_read(); }  // read from the shards while loading
     uint64_t reserved_bytes() const { return experts_.reserved_bytes(); }
 
     // After loading: give each expert tensor reserved memory of its own that mirrors its file offset. Nothing is read yet.

@@ -201,7 +201,10 @@ ForcedPhase forced_phase(const Array<int32_t, 3> &expert, const Array<float, 3> 
 
 }  // namespace
 
+void bind_replay(nb::module_ &m);  // module_replay.cpp
+
 NB_MODULE(_native, m) {
+    bind_replay(m);
     m.doc() = "The hot path of moetriage: eval callback, expert cache, reads.";
     m.attr("version") = MOETRIAGE_VERSION;
     m.def("raise_pending_signal", raise_pending_signal, "Raise the exception of a signal that arrived during an evaluation, if any.");
@@ -216,6 +219,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("expert_buffer_type", [](ModelSource &s) { return reinterpret_cast<uintptr_t>(s.expert_buffer_type()); })
         .def_prop_ro("dense_buffer_type", [](ModelSource &s) { return reinterpret_cast<uintptr_t>(s.dense_buffer_type()); })
         .def_prop_ro("read_error", &ModelSource::read_error)
+        .def_prop_ro("loaded_bytes", &ModelSource::loaded_bytes)
         .def_prop_ro("reserved_bytes", &ModelSource::reserved_bytes)
         .def("address", [](ModelSource &s, const std::string &name) { return reinterpret_cast<uintptr_t>(s.address(name)); },
              "Address of expert 0 of a tensor; for tests that look at the memory itself.")

@@ -1,0 +1,91 @@
+"""Loading commits no memory for experts and reads none of them, whole or split, and a dropped model gives its memory back."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moetriage import Llama, StreamConfig
+from moetriage.gguf.synth import write_model
+
+PAGE = 4096
+#: stdio may read ahead into an expert tensor once for each tensor before it.
+READ_AHEAD = 1 << 16
+
+
+def resident_pages(address: int, nbytes: int) -> int:
+    """Count the committed pages of a range of this process's private memory."""
+    first, last = address // PAGE, (address + nbytes - 1) // PAGE
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        pagemap.seek(first * 8)
+        entries = np.frombuffer(pagemap.read((last - first + 1) * 8), "<u8")
+    return int(np.count_nonzero(entries >> 62))  # present or swapped
+
+
+@pytest.mark.parametrize("dense_weights", ["anon", "mmap"])
+@pytest.mark.parametrize("split", [1, 3])
+def test_loading_reads_and_commits_no_expert(tmp_path: Path, split: int, dense_weights: str) -> None:
+    paths = write_model(tmp_path / "model.gguf", "tiny-qwen3moe", split=split)
+    llm = Llama(paths[0], stream=StreamConfig(cache_mb=0, dense_weights=dense_weights), n_ctx=64)
+    source, layout = llm.session._source, llm.session.layout
+    for expert in layout.experts:
+        assert resident_pages(source.address(expert.span.name), expert.span.nbytes) == 0
+    most = layout.dense_total_bytes + READ_AHEAD * (len(layout.dense) + 1) if dense_weights == "anon" else READ_AHEAD
+    assert source.loaded_bytes <= most
+    if dense_weights == "anon":
+        assert source.loaded_bytes >= layout.dense_total_bytes
+    llm.create_completion("a", max_tokens=1)
+    used = sum(resident_pages(source.address(expert.span.name), expert.span.nbytes) for expert in layout.experts)
+    assert used > 0, "the probe can see experts that are there"
+    llm.close()
+
+
+def test_a_cache_gives_evicted_memory_back(tiny: Callable[[str], Path]) -> None:
+    config = StreamConfig(cache_mb=1, force_cache=True)
+    llm = Llama(tiny("tiny-qwen3moe"), stream=config, n_ctx=256, notify=lambda _: None)
+    llm.create_completion("some text that routes apart", max_tokens=40, temperature=1.5)
+    source, session = llm.session._source, llm.session
+    committed = PAGE * sum(resident_pages(source.address(e.span.name), e.span.nbytes) for e in session.layout.experts)
+    stats = session.hook.stats()
+    assert stats["evictions"] > 0
+    borders = 2 * PAGE * len(session.layout.experts) * session.layout.n_expert  # pages that neighbours share
+    assert committed <= stats["resident_bytes"] + borders
+    assert committed < session.layout.expert_total_bytes / 2
+    llm.close()
+
+
+def test_a_dropped_llama_is_freed_without_the_garbage_collector(tiny: Callable[[str], Path]) -> None:
+    gc.disable()
+    try:
+        llm = Llama(tiny("tiny-qwen3moe"), stream=StreamConfig(cache_mb=0), n_ctx=64)
+        llm.create_completion("a", max_tokens=2)
+        gone = weakref.ref(llm)
+        del llm
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_address_space_is_reserved_not_committed(tiny: Callable[[str], Path]) -> None:
+    """A model larger than memory must load under the kernel's default overcommit rule."""
+    llm = Llama(tiny("tiny-mixed"), stream=StreamConfig(cache_mb=0), n_ctx=64)
+    assert llm.session._source.reserved_bytes >= llm.session.layout.expert_total_bytes
+    address = llm.session._source.address(llm.session.layout.experts[0].span.name)
+    flags = ""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and ":" not in head:
+            low, high = (int(part, 16) for part in head.split("-"))
+            inside = low <= address < high
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " nr" in flags, "MAP_NORESERVE"
+    assert ctypes.c_char.from_address(address).value == b"\0"
+    llm.close()
