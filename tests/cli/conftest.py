@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,19 @@ from cli.support import Command, Result
 from moetriage.cli.main import invoke
 
 
+def on_one_thread(arguments: Sequence[object]) -> list[str]:
+    """Let runs compute on one thread: several wait for each other by spinning, which takes a hundred times as long on busy machines."""
+    words = [str(argument) for argument in arguments]
+    return [words[0], "--threads", "1", *words[1:]] if words[:1] in (["run"], ["chat"]) else words
+
+
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str]) -> Command:
     """Run a command in this process; what llama.cpp itself prints is captured too."""
 
     def run(*arguments: object) -> Result:
         capfd.readouterr()
-        code = invoke([str(argument) for argument in arguments])
+        code = invoke(on_one_thread(arguments))
         return Result(code, *capfd.readouterr())
 
     return run
@@ -35,7 +41,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [script, *map(str, arguments)], text=True, env=os.environ | (env or {}), stdin=pipe, stdout=pipe, stderr=pipe
+            [script, *on_one_thread(arguments)], text=True, env=os.environ | (env or {}), stdin=pipe, stdout=pipe, stderr=pipe
         )
         started.append(process)
         return process

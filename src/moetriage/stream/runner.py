@@ -183,18 +183,15 @@ class Runner:
     def _watched(self, turn: Turn, interrupts: Interrupts, on_metrics: Callable[[TokenMetrics], None] | None) -> Iterator[None]:
         """Take in what the session measures while the turn lasts."""
         session = self.llm.session
-        evaluated = 0.0
 
         def on_routes(columns: dict[str, Any]) -> None:
-            nonlocal evaluated
-            evaluated = time.perf_counter()  # before the trace is written, which belongs to the next step
             interrupts.hold()
             self._outputs.routes(columns, turn.number)
 
         def on_step(metrics: TokenMetrics) -> None:
             interrupts.hold()
             if metrics.phase is Phase.PREFILL:
-                turn.prefill_ended = evaluated or time.perf_counter()
+                turn.prefill_ended = session.evaluated_at  # writing its trace is a part of the next step
             turn.steps.append(metrics)
             self._outputs.step(metrics)
             if on_metrics is not None:

@@ -225,6 +225,11 @@ class Session:
 
     # Evaluating.
 
+    @property
+    def evaluated_at(self) -> float | None:
+        """When the turn's last evaluation ended, on the clock of ``time.perf_counter``; None before the first."""
+        return self._last_end
+
     def begin_turn(self) -> None:
         """Start counting steps anew; the cache stays as it is. What an ended evaluation or read-ahead counted since belongs to no step."""
         self._step = 0
