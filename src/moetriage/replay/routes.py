@@ -176,8 +176,6 @@ def joined(tables: list[RouteTable]) -> RouteTable:
     if len(tables) == 1:
         return tables[0]
     offsets = np.cumsum([0, *(table.first_cell[-1] for table in tables)])
-    arrays = {
-        name: np.concatenate([getattr(table, name) for table in tables]) for name in RouteTable.ARRAYS if name != "first_cell"
-    }
+    arrays = {name: np.concatenate([getattr(table, name) for table in tables]) for name in RouteTable.ARRAYS if name != "first_cell"}
     starts = [table.first_cell[:-1] + offset for table, offset in zip(tables, offsets[:-1], strict=True)]
     return RouteTable(shape=tables[0].shape, first_cell=np.append(np.concatenate(starts), offsets[-1]), **arrays)
