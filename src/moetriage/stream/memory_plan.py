@@ -58,7 +58,7 @@ def context_size(layout: ModelLayout, n_ctx: int | None) -> int:
 
 
 def compute_bytes(layout: ModelLayout, n_ctx: int) -> int:
-    """Estimate llama.cpp's compute buffers: attention scores of a batch (no flash attention) or its logits, and the experts' outputs."""
+    """Estimate llama.cpp's compute buffers: a batch's attention scores (no flash attention) or logits, its mask, its experts' outputs."""
     heads = layout.layer_arrays.get(f"{layout.arch}.attention.head_count", (layout.metadata.get(f"{layout.arch}.attention.head_count", 0),))
     widest = max(layout.n_vocab, max(whole(n) for n in heads) * n_ctx)
-    return _BATCH_TOKENS * _F32_BYTES * (widest + _EXPERT_BUFFERS * layout.top_k * layout.n_embd)
+    return _BATCH_TOKENS * _F32_BYTES * (widest + n_ctx + _EXPERT_BUFFERS * layout.top_k * layout.n_embd)
