@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "bound.h"
 #include "replay.h"
 
 namespace nb = nanobind;
@@ -26,6 +27,8 @@ template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Routings = std::optional<Column<T>>;
+
+using Dict = nb::typed<nb::dict, std::string, nb::object>;
 
 template <typename T>
 nb::object column(std::vector<T> &&values) {
@@ -49,25 +52,26 @@ RouteBatches batches_of(const Column<int32_t> &layer, const Column<uint8_t> &pha
     const int64_t *cell = first_cell.data();
     const bool fits = cell[0] == 0 && std::is_sorted(cell, cell + count + 1) && cell[count] * top_k == static_cast<int64_t>(expert.size());
     if (!fits) throw std::invalid_argument("first_cell does not fit the routings");
-    return {static_cast<int64_t>(count), layer.data(), phase.data(), cell, expert.data(), nullptr, nullptr, nullptr};
+    return {static_cast<int64_t>(count), layer.data(), phase.data(), cell, expert.data(), nullptr, nullptr, nullptr, nullptr};
 }
 
-nb::dict feed(Replay &replay, const Column<int32_t> &layer, const Column<uint8_t> &phase, const Column<int64_t> &first_cell,
-              const Column<int32_t> &expert, const Column<float> &weight, const Routings<uint8_t> &resident,
-              const Routings<int32_t> &next_use, bool marks) {
+Dict feed(Replay &replay, const Column<int32_t> &layer, const Column<uint8_t> &phase, const Column<int64_t> &first_cell,
+          const Column<int32_t> &expert, const Column<float> &weight, const Routings<uint8_t> &resident, const Routings<int32_t> &next_use,
+          const Routings<uint8_t> &plan, bool marks) {
     RouteBatches batches = batches_of(layer, phase, first_cell, expert, replay.top_k());
     const size_t n = expert.size();
     if (weight.size() != n) throw std::invalid_argument("weight has another length than expert");
     batches.weight = weight.data();
     batches.resident = routings(resident, n, "resident");
     batches.next_use = routings(next_use, n, "next_use");
+    batches.plan = routings(plan, n, "plan");
     std::vector<uint8_t> was_resident(marks ? n : 0), dropped(marks ? n : 0);
     std::vector<int64_t> bytes(marks ? n : 0);
     {
         const nb::gil_scoped_release unlocked;
         replay.feed(batches, marks ? RouteMarks{was_resident.data(), dropped.data(), bytes.data()} : RouteMarks{});
     }
-    nb::dict out;
+    Dict out;
     if (!marks) return out;
     out["residency"] = column(std::move(was_resident));
     out["dropped"] = column(std::move(dropped));
@@ -75,9 +79,9 @@ nb::dict feed(Replay &replay, const Column<int32_t> &layer, const Column<uint8_t
     return out;
 }
 
-nb::dict tally(const Replay &replay, int phase) {
+Dict tally(const Replay &replay, int phase) {
     const ReplayTally &t = replay.tally(phase == 0 ? 0 : 1);
-    nb::dict out;
+    Dict out;
     out["tokens"] = t.tokens;
     out["routed"] = t.cells * static_cast<uint64_t>(replay.top_k());
     out["cells"] = t.cells;
@@ -110,6 +114,34 @@ std::unique_ptr<Replay> make_replay(const std::optional<std::string> &evict, std
     return cache_replay(*evict, std::move(expert_bytes), n_expert, budget, seed, options);
 }
 
+std::unique_ptr<BoundProblem> make_bound(const Column<int32_t> &layer, const Column<uint8_t> &phase, const Column<int64_t> &first_cell,
+                                         const Column<int32_t> &expert, const Column<float> &weight, std::vector<uint64_t> expert_bytes,
+                                         int n_expert, int top_k, uint64_t budget, int counted_phase, bool count_misses) {
+    RouteBatches batches = batches_of(layer, phase, first_cell, expert, top_k);
+    if (weight.size() != expert.size()) throw std::invalid_argument("weight has another length than expert");
+    batches.weight = weight.data();
+    return std::make_unique<BoundProblem>(batches, std::move(expert_bytes), n_expert, top_k, budget, counted_phase, count_misses);
+}
+
+nb::tuple evaluate(BoundProblem &problem, const Column<double> &price, double weight_price) {
+    if (static_cast<int64_t>(price.size()) != problem.batches()) throw std::invalid_argument("there must be a price for each layer batch");
+    std::vector<double> held(price.size());
+    double value = 0.0, discarded = 0.0;
+    {
+        const nb::gil_scoped_release unlocked;
+        value = problem.evaluate(price.data(), weight_price, held.data(), &discarded);
+    }
+    return nb::make_tuple(value, column(std::move(held)), discarded);
+}
+
+nb::tuple plan(const BoundProblem &problem, double weight_price, size_t n) {
+    std::vector<uint8_t> drop(n, 0);
+    std::vector<int32_t> next_use(n, INT32_MAX);
+    if (problem.routings() > n) throw std::invalid_argument("the plan has fewer routings than the trace");
+    problem.plan(weight_price, drop.data(), next_use.data());
+    return nb::make_tuple(column(std::move(drop)), column(std::move(next_use)));
+}
+
 }  // namespace
 
 void bind_replay(nb::module_ &m) {
@@ -119,13 +151,24 @@ void bind_replay(nb::module_ &m) {
                     nb::arg("drop_in_prefill"), nb::arg("keep"), nb::arg("closed_loop"), nb::arg("prefetch"),
                     "Without a policy the trace's own residency is replayed.")
         .def("feed", feed, nb::arg("layer"), nb::arg("phase"), nb::arg("first_cell"), nb::arg("expert"), nb::arg("weight"),
-             nb::arg("resident") = nb::none(), nb::arg("next_use") = nb::none(), nb::arg("marks") = false)
+             nb::arg("resident") = nb::none(), nb::arg("next_use") = nb::none(), nb::arg("plan") = nb::none(), nb::arg("marks") = false)
         .def("tally", tally, nb::arg("phase"))
         .def_prop_ro("evictions", [](const Replay &r) { return r.cache_counters().evictions; })
         .def_prop_ro("peak_bytes", [](const Replay &r) { return r.cache_counters().peak_bytes; })
         .def_prop_ro("resident_bytes", &Replay::resident_bytes)
         .def_prop_ro("layer_hits", &Replay::layer_hits)
         .def_prop_ro("layer_dropped", &Replay::layer_dropped);
+
+    nb::class_<BoundProblem>(m, "BoundProblem")
+        .def_static("make", make_bound, nb::arg("layer"), nb::arg("phase"), nb::arg("first_cell"), nb::arg("expert"), nb::arg("weight"),
+                    nb::kw_only(), nb::arg("expert_bytes"), nb::arg("n_expert"), nb::arg("top_k"), nb::arg("budget"),
+                    nb::arg("counted_phase"), nb::arg("count_misses"))
+        .def("evaluate", evaluate, nb::arg("price"), nb::arg("weight_price"),
+             nb::sig("def evaluate(self, price: object, weight_price: float) -> tuple[float, object, float]"),
+             "Lower bound, bytes held after each batch, weight discarded.")
+        .def("plan", plan, nb::arg("weight_price"), nb::arg("n"),
+             nb::sig("def plan(self, weight_price: float, n: int) -> tuple[object, object]"), "Drop flags and next uses of n routings.")
+        .def_prop_ro("capacity", [](const BoundProblem &p) { return p.capacity(); });
 
     m.def(
         "next_uses",

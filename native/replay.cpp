@@ -133,7 +133,8 @@ void Replay::feed(const RouteBatches &batches, const RouteMarks &marks) {
                              batches.expert + first,
                              batches.weight + first,
                              batches.resident == nullptr ? nullptr : batches.resident + first,
-                             batches.next_use == nullptr ? nullptr : batches.next_use + first};
+                             batches.next_use == nullptr ? nullptr : batches.next_use + first,
+                             batches.plan == nullptr ? nullptr : batches.plan + first};
         look(batch);
         const int dropped = decide(batch);
         collect(batch, dropped > 0, needed_);
@@ -155,6 +156,12 @@ int Replay::decide(const Batch &batch) {
     const bool armed = options_.drop.threshold > 0.0 && (batch.phase == 1 || options_.drop.in_prefill);
     for (size_t at = 0; at < n; at += static_cast<size_t>(top_k)) {
         if (armed) count += decide_drops(options_.drop, batch.weight + at, resident_.data() + at, top_k, dropped_.data() + at);
+        if (batch.plan != nullptr) {
+            const auto top = static_cast<size_t>(top_slot(batch.weight + at, top_k));
+            for (size_t i = at; i < at + static_cast<size_t>(top_k); ++i) {
+                if (batch.plan[i] && !resident_[i] && i != at + top) count += 1 - std::exchange(dropped_[i], 1);
+            }
+        }
         for (int k = options_.keep; k < top_k; ++k) count += 1 - std::exchange(dropped_[at + static_cast<size_t>(k)], 1);
     }
     return count;

@@ -25,6 +25,7 @@ struct RouteBatches {
     const float *weight = nullptr;        // [cells, top_k]
     const uint8_t *resident = nullptr;    // [cells, top_k], what a run recorded; only RecordedReplay reads it
     const int32_t *next_use = nullptr;    // [cells, top_k], see next_uses(); only for policies that know the future
+    const uint8_t *plan = nullptr;        // [cells, top_k], 1: drop if not resident (never the top expert); beside the drop policy
 };
 
 // One mark per routing, [cells, top_k] each; null pointers are left out.
@@ -83,6 +84,7 @@ class Replay {
         const float *weight;
         const uint8_t *resident;
         const int32_t *next_use;
+        const uint8_t *plan;
     };
     // A distinct expert of a batch and the routing that names it first.
     struct Needed {

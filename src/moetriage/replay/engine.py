@@ -1,14 +1,14 @@
 """Run cells over a trace: drives the native replay, which drives the engine's own cache and drop policy.
 
-In: ``Routes`` and ``Cell``s. Out: one ``Outcome`` a cell, or the marks of every routing. All cells that do not need the future see the trace
-in one pass and bounded memory; belady needs all of it at once (13 bytes a routing).
+In: ``Routes`` and ``Cell``s. Out: one ``Outcome`` a cell, or the marks of every routing. All cells that do not need the future see the
+trace in one pass and bounded memory; belady needs all of it at once (13 bytes a routing).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,17 @@ def mark_routings(table: RouteTable, cell: Cell) -> dict[str, npt.NDArray[Any]]:
     return marks
 
 
+def feed_planned(
+    table: RouteTable, budget_bytes: int, *, next_use: npt.NDArray[np.int32], drop: npt.NDArray[np.uint8]
+) -> Outcome:
+    """Follow a plan with a real budget: evict by ``next_use``, drop where ``drop`` is 1 and the expert not resident; [cells * top_k] each."""
+    cell = Cell(mode="closed-loop", evict="belady", budget_bytes=budget_bytes)
+    replay = _native_replay(table.shape, cell, cell.evict)
+    arrays = (getattr(table, name) for name in RouteTable.ARRAYS)
+    replay.feed(*arrays, next_use, drop)
+    return _outcome(cell, replay)
+
+
 def _replay_online(routes: Routes, cells: Iterable[Cell]) -> dict[Cell, Outcome]:
     replays = {cell: _native_replay(routes.shape, cell, cell.evict) for cell in cells}
     if replays:
@@ -89,7 +100,7 @@ def _best_schedule(table: RouteTable, cell: Cell) -> str:
 def _next_use(table: RouteTable, cell: Cell) -> npt.NDArray[np.int32]:
     shape = table.shape
     narrowed = cell.lossy.n_expert_used if cell.mode == "closed-loop" else None
-    next_use: npt.NDArray[np.int32] = _native.next_uses(
+    next_use: Any = _native.next_uses(
         table.layer,
         table.phase,
         table.first_cell,
@@ -99,7 +110,7 @@ def _next_use(table: RouteTable, cell: Cell) -> npt.NDArray[np.int32]:
         top_k=shape.top_k,
         keep=narrowed or shape.top_k,
     )
-    return next_use
+    return cast("npt.NDArray[np.int32]", next_use)
 
 
 def _native_replay(shape: RouteShape, cell: Cell, evict: str | None) -> Any:
@@ -121,7 +132,7 @@ def _native_replay(shape: RouteShape, cell: Cell, evict: str | None) -> Any:
 
 def _feed(replay: Any, table: RouteTable, next_use: npt.NDArray[np.int32] | None, *, marks: bool = False) -> Any:
     arrays = (getattr(table, name) for name in RouteTable.ARRAYS)
-    return replay.feed(*arrays, next_use, marks)
+    return replay.feed(*arrays, next_use, None, marks)
 
 
 def _outcome(cell: Cell, replay: Any) -> Outcome:

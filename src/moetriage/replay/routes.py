@@ -71,7 +71,7 @@ class RouteShape:
 class RouteTable:
     """Whole layer batches of a trace.
 
-    layer: int32 [B], index of the MoE layer. phase: uint8 [B]. first_cell: int64 [B + 1]; a cell is a token's ``top_k`` routings in a layer.
+    layer: int32 [B], index of the MoE layer. phase: uint8 [B]. first_cell: int64 [B + 1]; a cell is the ``top_k`` routings of a token.
     expert: int32, weight: float32, resident: uint8, each [cells * top_k] in the order of the trace.
     """
 
