@@ -81,7 +81,8 @@ def test_ctrl_c_stops_an_answer_and_returns_to_the_prompt(start: Start, model: P
     out, err = process.communicate("/exit\n", timeout=60)
     assert process.returncode == 0
     assert out.endswith("\n")
-    (summary,) = err.splitlines()
+    end, summary = err.splitlines()
+    assert end == "stopped by Ctrl-C"
     n_tokens = int(summary.split(" ")[0])
     assert 0 < n_tokens < 3000
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -141,20 +143,22 @@ def test_synth_writes_a_model_that_runs(command: Command, tmp_path: Path) -> Non
     )
 
 
-def test_help_comes_without_loading_llama_cpp(command: Command) -> None:
-    for arguments in (
-        (),
-        ("--help",),
-        ("run", "--help"),
-        ("chat", "--help"),
-        ("inspect", "--help"),
-        ("iobench", "--help"),
-        ("synth", "--help"),
-    ):
-        result = command(*arguments)
-        assert (result.code, result.err) == (0, "")
-        assert "Usage: moetriage" in result.out
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in ("run", "chat", "inspect", "iobench", "synth"))])
+def test_help_is_for_standard_output(arguments: list[str], command: Command) -> None:
+    result = command(*arguments)
+    assert (result.code, result.err) == (0, "")
+    assert "Usage: moetriage" in result.out
+
+
+def test_the_version_is_the_packages(command: Command) -> None:
     assert command("--version").out == f"moetriage {__version__}\n"
+
+
+def test_help_comes_before_anything_heavy_is_loaded() -> None:
+    heavy = ("llama_cpp", "numpy", "polars", "moetriage._native")
+    code = f"import sys; from moetriage.cli.main import invoke; invoke(['run', '--help']); print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_help_names_every_flag_of_the_design(command: Command) -> None:

@@ -6,6 +6,8 @@ is decided here, what an answer is made of in ``stream.runner``.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +18,7 @@ from moetriage.cli.models import model_path
 from moetriage.cli.option_groups import with_groups
 from moetriage.cli.options import ContextOptions, EngineOptions, FileOptions, Json, Model, SamplingOptions
 from moetriage.cli.run import RunSettings, following, load
-from moetriage.cli.summary import drop_line, short_summary
+from moetriage.cli.summary import drop_line, end_line, short_summary
 from moetriage.errors import ReadError
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ class Conversation:
     def run(self) -> None:
         """Answer line after line until there are no more."""
         if self._at_terminal:
+            with contextlib.suppress(ImportError):  # not every Python is built with it
+                importlib.import_module("readline")  # input() then has line editing and history
             terminal.dim([_HELP])
         while (line := self._read()) is not None:
             match line.strip():
@@ -121,5 +125,5 @@ class Conversation:
             self._messages += [asked, {"role": "assistant", "content": report.text}]
         if self._shows_text:
             print(flush=True)
-            terminal.dim([line for line in (short_summary(report), drop_line(report)) if line is not None])
+            terminal.dim([line for line in (end_line(report), short_summary(report), drop_line(report)) if line is not None])
         self._runner.check(report)

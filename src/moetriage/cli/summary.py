@@ -22,8 +22,8 @@ def summary(report: RunReport) -> list[str]:
 
 
 def _lines(report: RunReport) -> Iterator[str]:
-    if report.finish_reason in _ENDS:
-        yield _ENDS[report.finish_reason].format(n_ctx=report.config["n_ctx"])
+    if (line := end_line(report)) is not None:
+        yield line
     yield f"{short_summary(report)}; loaded in {report.load_seconds:.2f} s"
     if report.config["mmap"]:
         yield "plain mmap: nothing was streamed"
@@ -33,6 +33,12 @@ def _lines(report: RunReport) -> Iterator[str]:
     yield f"{_times(report)}peak memory {size(report.peak_rss_bytes)}"
     if (line := drop_line(report)) is not None:
         yield line
+
+
+def end_line(report: RunReport) -> str | None:
+    """Return why the answer ended early, or None where it did not."""
+    line = _ENDS.get(report.finish_reason)
+    return None if line is None else line.format(n_ctx=report.config["n_ctx"])
 
 
 def short_summary(report: RunReport) -> str:
