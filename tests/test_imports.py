@@ -1,6 +1,6 @@
 """Holds which part of moetriage may import which, by reading the source; and what `import moetriage` must not load, by running it.
 
-One way only: errors, types, config <- gguf, trace <- replay, stream <- quality, serve, study <- cli. Parts of one layer do not know
+One way only: errors, types, config <- gguf, trace <- replay, stream <- quality, serve, study, demo <- cli. Parts of one layer do not know
 each other. Imports inside functions and under TYPE_CHECKING count too: they are dependencies all the same.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 BASE = {"errors", "types", "config"}
 #: Lowest first. The base three may use each other; any other part uses lower layers only.
-LAYERS = (BASE | {"_native"}, {"gguf", "trace"}, {"replay", "stream"}, {"quality", "serve", "study"}, {"cli"})
+LAYERS = (BASE | {"_native"}, {"gguf", "trace"}, {"replay", "stream"}, {"quality", "serve", "study", "demo"}, {"cli"})
 #: train stands aside: it uses the base three only, and whoever may use replay or stream may use it.
 TRAIN = "train"
 #: The package's own __init__ gives out names of the base three, and Llama (lazily).

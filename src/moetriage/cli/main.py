@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from moetriage import __version__
-from moetriage.cli import chat, model, run, terminal
+from moetriage.cli import chat, demo, model, run, terminal
 from moetriage.errors import MoetriageError
 
 INTERRUPTED = 130
@@ -26,6 +26,7 @@ app.command("chat")(chat.chat)
 app.command("inspect")(model.inspect)
 app.command("iobench")(model.iobench)
 app.command("synth")(model.synth)
+app.command("demo")(demo.demo)
 
 
 def _print_version(wanted: bool) -> None:
