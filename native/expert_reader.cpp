@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -220,6 +221,7 @@ void ExpertReader::lane_main() {
     // Signals are the eval thread's business: a lane must not run a Python handler's C part in the middle of a read.
     sigset_t all;
     sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);  // blocked, they would kill without a word
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
     const auto bounce = aligned_block(2 * kChunk + 2 * kPage);
     const int speculative_lanes = std::max(1, options_.lanes - 1);

@@ -254,7 +254,9 @@ NB_MODULE(_native, m) {
                  }
              })
         .def("arm", arm, nb::arg("plan"), nb::arg("source"), nb::arg("tensors"), nb::arg("pinned"), nb::arg("n_expert"), nb::arg("lanes"),
-             nb::arg("direct"), nb::arg("in_place"), nb::arg("staged"))
+             nb::arg("direct"), nb::arg("in_place"), nb::arg("staged"),
+             // The lanes write into the source's memory until the hook, and with it its store, is gone.
+             nb::keep_alive<1, 3>())
         .def("rearm", [](EvalHook &h, GraphPlan &plan) { h.arm(plan, nullptr); })
         .def("force_routing",
              [](EvalHook &h, int layers, int top_k, Array<int32_t, 3> pe, Array<float, 3> pw, Array<uint8_t, 2> pp, Array<int32_t, 3> de,
