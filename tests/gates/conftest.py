@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gates.harness import Said, resident, say
+from gates.harness import N_TOKENS, Said, resident, say
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def reference(tiny: Callable[..., Path]) -> Callable[[str], Said]:
     def said(shape: str) -> Said:
         if shape not in known:
             with resident(tiny(shape)) as llm:
-                known[shape] = say(llm)
+                known[shape] = say(llm, N_TOKENS)
         return known[shape]
 
     return said

@@ -1,4 +1,4 @@
-"""The drop rule and its edit once more, in numpy and from a trace alone, so that a gate can hold the engine's decisions against the document."""
+"""The drop rule and its edit once more, in numpy and from a trace alone: what a gate holds the engine's decisions against."""
 
 from __future__ import annotations
 

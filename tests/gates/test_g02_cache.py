@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gates.harness import FAMILIES, assert_same, counters, say, streamed
+from gates.harness import FAMILIES, N_TOKENS, assert_same, counters, say, streamed
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_evicting_cache_equals_resident(tiny, reference, shape):
     with streamed(tiny(shape), share=1.3) as llm:
-        said, stats = say(llm), counters(llm)
+        said, stats = say(llm, N_TOKENS), counters(llm)
         assert_same(said, reference(shape))
         assert stats["evictions"] > 0
         assert said.decode_sum("hits") > 0
@@ -20,7 +20,7 @@ def test_evicting_cache_equals_resident(tiny, reference, shape):
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_cache_below_the_working_set_equals_resident(tiny, reference, shape):
     with streamed(tiny(shape), share=0.5) as llm:
-        said = say(llm)
+        said = say(llm, N_TOKENS)
     assert_same(said, reference(shape))
     assert said.decode_sum("evictions") > 0
     assert said.decode_sum("hits") == 0, "below T nothing can hit"

@@ -50,7 +50,7 @@ def test_in_place_reads_have_somewhere_to_land(tiny, shape):
     """What makes ``in_place`` fire: an expert's address mirrors its file offset, and it is larger than the two ragged blocks."""
     with streamed(tiny(shape), cache_mb=0) as llm:
         for tensor in llm.session.layout.experts:
-            assert llm.session._source.address(tensor.span.name) % 4096 == tensor.span.offset % 4096
+            assert llm.session.weights.source.address(tensor.span.name) % 4096 == tensor.span.offset % 4096
             assert tensor.expert_bytes > 2 * 4096
 
 

@@ -7,7 +7,7 @@ from gates.harness import FAMILIES, assert_same, counters, say, streamed
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-@pytest.mark.parametrize(("depth", "share", "lanes"), [(1, 0.7, 4), (2, 0.7, 1), (8, 0.5, 2)])
+@pytest.mark.parametrize(("depth", "share", "lanes"), [(1, 0.7, 4), (8, 0.6, 2)])
 def test_prefetching_equals_resident(tiny, reference, shape, depth, share, lanes):
     with streamed(tiny(shape), share=share, prefetch=depth, io_threads=lanes) as llm:
         said, stats = say(llm), counters(llm)
@@ -19,11 +19,19 @@ def test_prefetching_equals_resident(tiny, reference, shape, depth, share, lanes
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-@pytest.mark.parametrize("share", [0.05, 0.15, 0.3])
-def test_prefetching_into_no_room_equals_resident(tiny, reference, shape, share):
-    """Here the guesses evict each other, and are evicted while they are under way."""
-    with streamed(tiny(shape), share=share, prefetch=3, io_threads=1) as llm:
+def test_prefetching_into_hardly_any_room_equals_resident(tiny, reference, shape):
+    """One lane and room for a guess or two beside the layer that is computed: guesses are evicted, and taken back before they are read."""
+    with streamed(tiny(shape), share=0.5, prefetch=3, io_threads=1) as llm:
+        said, stats = say(llm), counters(llm)
+    assert_same(said, reference(shape))
+    assert stats["prefetch_issued"] > 0
+    assert stats["prefetch_hits"] + stats["prefetch_cancelled"] < stats["prefetch_issued"], "the others were evicted"
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_prefetching_into_no_room_reads_nothing_ahead(tiny, reference, shape):
+    with streamed(tiny(shape), share=0.1, prefetch=3) as llm:
         said, stats = say(llm), counters(llm)
     assert_same(said, reference(shape))
     assert stats["evictions"] > 0
-    assert stats["resident_bytes"] <= stats["budget_bytes"] + max(map(llm.session.layer_expert_bytes, llm.session.layers)) * 8
+    assert stats["prefetch_issued"] == 0

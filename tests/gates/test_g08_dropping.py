@@ -7,7 +7,7 @@ import mmap
 
 import numpy as np
 import pytest
-from gates.harness import FAMILIES, N_TOKENS, assert_same, counters, resident, say, streamed
+from gates.harness import FAMILIES, N_SHORT, assert_same, counters, resident, say, streamed
 
 from moetriage.config import DropConfig
 
@@ -32,7 +32,7 @@ class DroppedMemory:
         self.index_of_block = {layer.block: i for i, layer in enumerate(llm.session.layers)}
         self.tensors = {layer.block: [] for layer in llm.session.layers}
         for tensor in llm.session.layout.experts:
-            self.tensors[tensor.layer].append((llm.session._source.address(tensor.span.name), tensor.expert_bytes))
+            self.tensors[tensor.layer].append((llm.session.weights.source.address(tensor.span.name), tensor.expert_bytes))
         self.was_read = set()
         self.dropped_after_release = 0
 
@@ -56,7 +56,7 @@ def test_inert_threshold_equals_undropped(tiny, reference, shape):
     with streamed(tiny(shape), share=1.3, drop=DropConfig(threshold=1e-9)) as llm:
         said, stats, layers = say(llm), counters(llm), llm.session.layers
     assert_same(said, reference(shape))
-    assert stats["routed"] == (N_TOKENS - 1) * sum(layer.top_k for layer in layers) > 0
+    assert stats["routed"] == (N_SHORT - 1) * sum(layer.top_k for layer in layers) > 0
     assert stats["dropped"] == 0
     assert stats["evictions"] > 0
     assert said.decode_sum("misses") > 0, "there were cold experts to decide about"
@@ -70,7 +70,7 @@ def test_full_strength_never_touches_released_memory(tiny, shape, in_prefill):
     with streamed(tiny(shape), share=0.5, record_routes=True, drop=drop) as llm:
         llm.session.on_routes = memory = DroppedMemory(llm)
         said, stats = say(llm), counters(llm)
-    assert len(said.tokens) == N_TOKENS
+    assert len(said.tokens) == N_SHORT
     assert np.isfinite(said.logits).all()
     assert stats["dropped"] > 0
     assert stats["evictions"] > 0

@@ -9,12 +9,12 @@ import time
 
 import numpy as np
 import pytest
-from gates.harness import FAMILIES, N_TOKENS, PROMPT, SEED, Said, assert_same, counters, resident, say, speaking, streamed
+from gates.harness import FAMILIES, N_SHORT, PROMPT, SEED, Said, assert_same, counters, resident, say, speaking, streamed
 
 FIRST, SECOND = "tiny-qwen3moe", "tiny-olmoe"
 
 
-def blank(llm, n_tokens=N_TOKENS):
+def blank(llm, n_tokens=N_SHORT):
     return Said([], np.empty((n_tokens, llm.n_vocab()), np.float32))
 
 
@@ -25,7 +25,7 @@ def test_two_sessions_in_turn_equal_resident(tiny, reference, second):
         for tokens in zip(speaking(one, said[0]), speaking(two, said[1]), strict=True):
             for out, token in zip(said, tokens, strict=True):
                 out.tokens.append(token)
-            if len(said[0].tokens) == N_TOKENS:
+            if len(said[0].tokens) == N_SHORT:
                 break
         assert counters(one)["evictions"] > 0
         assert counters(two)["evictions"] > 0
@@ -69,7 +69,7 @@ def test_second_turn_equals_resident(tiny, shape):
     assert texts[1][1].steps[0].hits > 0, "the expert cache is still warm"
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     pass
 
 
@@ -83,7 +83,7 @@ def close_the_generator(llm):
 def raise_from_stopping_criteria(llm):
     def broken(tokens, _logits):
         if len(tokens) > 12:
-            raise Broken
+            raise BrokenError
         return False
 
     for _ in llm.generate(PROMPT[:9], stopping_criteria=broken):
@@ -93,7 +93,7 @@ def raise_from_stopping_criteria(llm):
 def raise_from_logits_processor(llm):
     def broken(tokens, scores):
         if len(tokens) > 12:
-            raise Broken
+            raise BrokenError
         return scores
 
     for _ in llm.generate(PROMPT[:9], logits_processor=[broken]):
@@ -123,8 +123,8 @@ def interrupt_between_evaluations(llm):
 
 CUTS = {
     close_the_generator: None,
-    raise_from_stopping_criteria: Broken,
-    raise_from_logits_processor: Broken,
+    raise_from_stopping_criteria: BrokenError,
+    raise_from_logits_processor: BrokenError,
     interrupt_a_streaming_loop: KeyboardInterrupt,
     interrupt_between_evaluations: KeyboardInterrupt,
 }

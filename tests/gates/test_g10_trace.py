@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gates.harness import FAMILIES, N_TOKENS, PROMPT, assert_same, counters, recording, say, streamed
+from gates.harness import FAMILIES, N_SHORT, PROMPT, assert_same, counters, recording, say, streamed
 
 from moetriage.trace.reader import read_trace
 
@@ -17,7 +17,7 @@ def test_recording_equals_resident(tiny, reference, tmp_path, shape, suffix):
     assert_same(said, reference(shape))
     frame = read_trace(path).frame
     top_k, n_layers = llm.session.top_k, len(layers)
-    assert len(frame.filter(phase=1)) == (N_TOKENS - 1) * n_layers * top_k
+    assert len(frame.filter(phase=1)) == (N_SHORT - 1) * n_layers * top_k
     # Some families compute the last layer's experts only for the tokens whose output was asked for: of the prompt, the last one.
     in_last = len(PROMPT) if shape in ("tiny-gemma4", "tiny-gpt-oss") else 1
     assert len(frame.filter(phase=0)) == (len(PROMPT) * (n_layers - 1) + in_last) * top_k

@@ -19,11 +19,11 @@ def test_replayed_drops_equal_the_run_that_made_them(tiny, reference, tmp_path, 
     assert made["dropped"] > 0
     assert not np.array_equal(dropped.logits, reference(shape).logits), "dropping is lossy"
     misses = set()
-    for cache in ({"cache_mb": 0}, {"share": 0.5}, {"cache_mb": 64}):
+    for cache in ({"cache_mb": 0}, {"cache_mb": 64}):
         with streamed(tiny(shape), replay_drops=trace, **cache) as llm:
             replayed, again = say(llm), counters(llm)
         assert_same(replayed, dropped)
         assert again["dropped"] == made["dropped"]
         assert again["mass_dropped"] == made["mass_dropped"]
         misses.add(again["misses"])
-    assert len(misses) == 3, "each cache held other experts"
+    assert len({*misses, made["misses"]}) == 3, "each cache held other experts"

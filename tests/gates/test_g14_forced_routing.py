@@ -10,12 +10,12 @@ from moetriage.trace.reader import read_trace
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_forced_to_its_own_routing_equals_the_run(tiny, reference, tmp_path, shape, suffix):
+@pytest.mark.parametrize(("suffix", "ways"), [(".csv", [{"cache_mb": 0}, {"mmap": True}]), (".parquet", [{"share": 1.3}])])
+def test_forced_to_its_own_routing_equals_the_run(tiny, reference, tmp_path, shape, suffix, ways):
     trace = tmp_path / f"routes{suffix}"
     with streamed(tiny(shape), share=1.3, record_routes=True) as llm, recording(llm, trace):
         assert_same(say(llm), reference(shape))
-    for how in ({"cache_mb": 0}, {"share": 1.3}, {"mmap": True}):
+    for how in ways:
         with streamed(tiny(shape), force_routing=trace, **how) as llm:
             assert_same(say(llm), reference(shape))
 
