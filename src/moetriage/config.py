@@ -125,3 +125,30 @@ class StreamConfig:
     def as_dict(self) -> dict[str, object]:
         """Return the settings as JSON-ready values, in field order."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self).items()}
+
+
+def dropping_caveats(config: StreamConfig, top_k: int, fixed_layers: tuple[int, ...] = ()) -> list[str]:
+    """Say, one line each, what the user of a dropping configuration should know about this model.
+
+    top_k: the routing's width in the model; fixed_layers: layers whose routing cannot be edited.
+    """
+    drop = config.drop
+    if drop is None:
+        return []
+    flag = f"--drop-cold-experts {drop.threshold}"
+    caveats = []
+    if fixed_layers:
+        layers = ", ".join(map(str, fixed_layers))
+        caveats.append(f"{flag}: nothing is dropped in layers {layers}, whose router weights are not applied where they could be changed")
+    if config.prefetch > 0:
+        caveats.append(
+            f"--prefetch {config.prefetch} with {flag}: what was read ahead is resident and no longer dropped, so the prefetch depth "
+            "changes the output"
+        )
+    if top_k <= DROP_LOW_TOP_K_WARN:
+        here, evidence = 100 * drop.threshold / top_k, 100 / DROP_EVIDENCE_TOP_K
+        caveats.append(
+            f"{flag} with top-k {top_k}: the threshold is {here:.1f} % of the routing here, against {evidence:.1f} % at the top-k "
+            f"{DROP_EVIDENCE_TOP_K} this was measured on; expect it to discard much more, and check the output on your own task"
+        )
+    return caveats

@@ -33,7 +33,7 @@ def resident_pages(address: int, nbytes: int) -> int:
 def test_loading_reads_and_commits_no_expert(tmp_path: Path, split: int, dense_weights: str) -> None:
     paths = write_model(tmp_path / "model.gguf", "tiny-qwen3moe", split=split)
     llm = Llama(paths[0], stream=StreamConfig(cache_mb=0, dense_weights=dense_weights), n_ctx=64)
-    source, layout = llm.session._source, llm.session.layout
+    source, layout = llm.session.weights.source, llm.session.layout
     for expert in layout.experts:
         assert resident_pages(source.address(expert.span.name), expert.span.nbytes) == 0
     most = layout.dense_total_bytes + READ_AHEAD * (len(layout.dense) + 1) if dense_weights == "anon" else READ_AHEAD
@@ -50,7 +50,7 @@ def test_a_cache_gives_evicted_memory_back(tiny: Callable[[str], Path]) -> None:
     config = StreamConfig(cache_mb=1, force_cache=True)
     llm = Llama(tiny("tiny-qwen3moe"), stream=config, n_ctx=256, notify=lambda _: None)
     llm.create_completion("some text that routes apart", max_tokens=40, temperature=1.5)
-    source, session = llm.session._source, llm.session
+    source, session = llm.session.weights.source, llm.session
     committed = PAGE * sum(resident_pages(source.address(e.span.name), e.span.nbytes) for e in session.layout.experts)
     stats = session.hook.stats()
     assert stats["evictions"] > 0
@@ -75,8 +75,8 @@ def test_a_dropped_llama_is_freed_without_the_garbage_collector(tiny: Callable[[
 def test_the_address_space_is_reserved_not_committed(tiny: Callable[[str], Path]) -> None:
     """A model larger than memory must load under the kernel's default overcommit rule."""
     llm = Llama(tiny("tiny-mixed"), stream=StreamConfig(cache_mb=0), n_ctx=64)
-    assert llm.session._source.reserved_bytes >= llm.session.layout.expert_total_bytes
-    address = llm.session._source.address(llm.session.layout.experts[0].span.name)
+    assert llm.session.weights.source.reserved_bytes >= llm.session.layout.expert_total_bytes
+    address = llm.session.weights.source.address(llm.session.layout.experts[0].span.name)
     flags = ""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

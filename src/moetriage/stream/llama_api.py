@@ -44,6 +44,11 @@ def explained() -> Iterator[list[str]]:
         lib.llama_log_set(llama_log_callback, None)
 
 
+def cause(reasons: Sequence[str]) -> str:
+    """Return the first of llama.cpp's messages, which names the fault; later ones only pass it on."""
+    return reasons[0].removesuffix(".") if reasons else "it gave no reason"
+
+
 class _BufferOverride(ctypes.Structure):
     """Mirror ``struct llama_model_tensor_buft_override``; the package leaves its field of llama_model_params untyped."""
 

@@ -41,6 +41,11 @@ class RecordedRouting:
 
     def apply(self, session: Session) -> None:
         """Hand the arrays to the session's hook. Raises TraceError for a trace of another model."""
+        if session.fixed_blocks and (self.forced or self.replayed):
+            blocks = ", ".join(map(str, session.fixed_blocks))
+            raise UsageError(
+                f"--force-routing, --replay-drops: the routing of this model's layers {blocks} cannot be edited; leave them out"
+            )
         shape = {"n_expert": session.layout.n_expert, "n_layers": len(session.layers)}
         if self.forced is not None:
             from moetriage.trace.steps import forced_routing

@@ -6,44 +6,27 @@ Knows how a session is put together; the hot path is native, and text is llama_c
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moetriage import _native
-from moetriage.config import DROP_EVIDENCE_TOP_K, DROP_LOW_TOP_K_WARN, DropConfig, StreamConfig
+from moetriage.config import DropConfig, StreamConfig, dropping_caveats
 from moetriage.errors import GraphError, ModelFileError, ReadError, UsageError
 from moetriage.gguf import ggml_api
-from moetriage.gguf.layout import ModelLayout, TensorSpan
-from moetriage.gguf.virtual import virtual_file
+from moetriage.gguf.layout import ModelLayout
 from moetriage.stream import llama_api
-from moetriage.stream.budget import Budget, resolve_budget
+from moetriage.stream.budget import Budget
 from moetriage.stream.memory_limit import MemoryLimit, memory_limit
+from moetriage.stream.weights import LearnedLayer, Weights
 from moetriage.types import Phase, TokenMetrics
 
+_COUNTERS = ("hits", "misses", "evictions", "reads", "read_bytes", "routed", "dropped", "hook_nanos", "wait_nanos")
 #: A graph that keeps changing under the plan is not a graph we can stream.
 MAX_RELEARN = 3
 #: llama_decode's answer when the KV cache has no place left for the batch.
 NO_ROOM = 1
-
-
-@dataclass(frozen=True)
-class LearnedLayer:
-    """What the graph told about one MoE layer: its number in the model, the routing's width, its tensors by the stage that is waited for
-    together, whether its weights can be edited."""
-
-    block: int
-    top_k: int
-    stages: tuple[tuple[str, ...], ...]
-    droppable: bool
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The layer's expert tensors, in the order their products run."""
-        return tuple(name for stage in self.stages for name in stage)
 
 
 class Session:
@@ -58,17 +41,11 @@ class Session:
         self.budget = Budget(0, "not streamed")
         self.on_step: Callable[[TokenMetrics], None] | None = None
         self.on_routes: Callable[[dict[str, Any]], None] | None = None
-        self.read_seconds_at_load = 0.0
         self._notify = notify
         self._limit: MemoryLimit = memory_limit()
-        self._overrides: Any = None
-        self._source: Any = None
-        self._spans = {e.span.name: e.span for e in layout.experts}
-        self._blocks = {e.span.name: e.layer for e in layout.experts}
+        self.weights = Weights(layout, config)
         self._phase_tokens = {Phase.PREFILL: 0, Phase.DECODE: 0}
-        self._last = {
-            name: 0.0 for name in ("hits", "misses", "evictions", "reads", "read_bytes", "routed", "dropped", "hook_nanos", "wait_nanos")
-        }
+        self._last = dict.fromkeys(_COUNTERS, 0.0)
         self._last_end: float | None = None
         self._step = 0
         self._n_ctx = 0
@@ -88,29 +65,13 @@ class Session:
 
     def load_model(self, params: Any) -> Any:
         """Load the model without reading an expert (or mapped, as a baseline). Raises ModelFileError if llama.cpp refuses it."""
+        if not self.config.mmap:
+            return self.weights.load(params)
         first = str(self.layout.paths[0])
         with llama_api.explained() as reasons:
-            model = llama_api.load_mapped(params, first.encode()) if self.config.mmap else self._load_streamed(params)
+            model = llama_api.load_mapped(params, first.encode())
         if model is None:
-            read_error = self._source.read_error if self._source is not None else ""
-            raise ModelFileError(first, read_error or f"llama.cpp cannot load this model ({_cause(reasons)})")
-        return model
-
-    def _load_streamed(self, params: Any) -> Any:
-        image = virtual_file(self.layout)
-        skip_dense = self.config.dense_weights == "mmap"
-        segments = [(s.virtual_offset, s.nbytes, s.shard, s.offset, s.streamed or skip_dense) for s in image.segments]
-        shards = [str(path) for path in self.layout.paths]
-        try:
-            self._source = _native.ModelSource.open(str(ggml_api.library_path()), image.header, image.size, segments, shards)
-            self._overrides = llama_api.buffer_overrides(self._placements())
-            model = llama_api.load_streamed(params, self._source.file_pointer, self._overrides)
-            if model is not None:
-                self._source.bind_experts([_place(span) for span in self._spans.values()])
-            if model is not None and skip_dense:
-                self._source.map_dense([_place(span) for span in self.layout.dense])
-        except RuntimeError as error:
-            raise ModelFileError(shards[0], str(error)) from error
+            raise ModelFileError(first, f"llama.cpp cannot load this model ({llama_api.cause(reasons)})")
         return model
 
     def init_context(self, model: Any, params: Any) -> Any:
@@ -121,30 +82,21 @@ class Session:
         with llama_api.explained() as reasons:
             ctx = llama_api.init_hooked(model, params, on_eval=hook.callback, on_abort=hook.abort_callback, user_data=hook.user_data)
         if ctx is None:
-            reason = f"llama.cpp could not make a context ({_cause(reasons)}); try a smaller context size (-c)"
+            reason = f"llama.cpp could not make a context ({llama_api.cause(reasons)}); try a smaller context size (-c)"
             raise ModelFileError(str(self.layout.paths[0]), reason)
         try:
             plan = self._learn(ctx, llama_api.first_token(model))
-            if not self.config.mmap:
-                self._arm(plan, context_bytes=max(0, _private_bytes() - before))
-            else:
+            if self.config.mmap:
                 hook.rearm(plan)
+            else:
+                context_bytes = max(0, _private_bytes() - before)
+                self.budget = self.weights.arm(hook, plan, self.layers, limit=self._limit, context_bytes=context_bytes, notify=self._notify)
         except BaseException:
             llama_api.free_context(ctx)
             raise
-        self._warn_narrow_routing()
+        for caveat in dropping_caveats(self.config, self.top_k, self.fixed_blocks):
+            self._notify(caveat)
         return ctx
-
-    def _placements(self) -> list[tuple[str, int]]:
-        """Send expert tensors to our reserved memory and everything else to memory of ours too, where llama.cpp repacks nothing."""
-        blocks: dict[str, list[int]] = {}
-        for name, block in self._blocks.items():
-            blocks.setdefault(name.split(".", 2)[2], []).append(block)
-        pairs = [
-            (rf"^blk\.(?:{'|'.join(map(str, sorted(numbers)))})\.{re.escape(rest)}$", self._source.expert_buffer_type)
-            for rest, numbers in blocks.items()
-        ]
-        return [*pairs, (".", self._source.dense_buffer_type)]
 
     def _learn(self, ctx: Any, token: int) -> Any:
         self.hook.begin_learning()
@@ -155,73 +107,30 @@ class Session:
         return plan
 
     def _finish_learning(self) -> Any:
-        plan: Any = self.hook.finish_learning(self._blocks)
+        plan: Any = self.hook.finish_learning(self.weights.blocks)
         if isinstance(plan, tuple):
             raise GraphError(*plan)
         self.layers = tuple(LearnedLayer(block, top_k, tuple(map(tuple, stages)), ok) for block, top_k, stages, ok in plan.layers)
         return plan
 
-    def _arm(self, plan: Any, *, context_bytes: int) -> None:
-        config = self.config
-        used = [name for layer in self.layers for name in layer.tensors]
-        pinned = list(plan.pinned)
-        self.budget = resolve_budget(
-            config,
-            layout_expert_total=sum(self._spans[name].nbytes for name in used),
-            working_set_bytes=self.working_set_bytes,
-            largest_layer_bytes=max(self.layer_expert_bytes(layer) * self.layout.n_expert for layer in self.layers),
-            dense_bytes=sum(span.nbytes for span in self.layout.dense) + sum(self._spans[name].nbytes for name in pinned),
-            kv_bytes=context_bytes,
-            compute_bytes=0,
-            limit=self._limit,
-        )
-        for note in self.budget.notes:
-            self._notify(note)
-        try:
-            self.hook.arm(
-                plan,
-                self._source,
-                [_place(self._spans[name]) for name in used],
-                [_place(self._spans[name]) for name in pinned],
-                n_expert=self.layout.n_expert,
-                lanes=config.io_threads,
-                direct=config.odirect,
-                in_place=config.in_place,
-                staged=config.staged,
-            )
-        except RuntimeError as error:
-            raise ModelFileError(str(self.layout.paths[0]), str(error)) from error
-        self.hook.set_budget(self.budget.bytes)
-
     def layer_expert_bytes(self, layer: LearnedLayer) -> int:
         """Return the bytes of one expert of a learned layer."""
-        return sum(self._spans[name].nbytes // self.layout.n_expert for name in layer.tensors)
+        return self.weights.expert_bytes(layer)
 
     @property
     def working_set_bytes(self) -> int:
-        """T: the expert bytes one token routes to, with the width the graph really has."""
-        return sum(layer.top_k * self.layer_expert_bytes(layer) for layer in self.layers)
+        """T: the expert bytes one token routes to."""
+        return self.weights.working_set_bytes(self.layers)
 
     @property
     def top_k(self) -> int:
         """The routing's width in the graph (the widest layer's, should they differ)."""
         return max((layer.top_k for layer in self.layers), default=0)
 
-    def _warn_narrow_routing(self) -> None:
-        drop, top_k = self.config.drop, self.top_k
-        if drop is None:
-            return
-        if self.config.prefetch > 0:
-            self._notify(
-                f"--prefetch {self.config.prefetch} with --drop-cold-experts: what was read ahead is resident and no longer dropped, "
-                "so the prefetch depth changes the output"
-            )
-        if top_k <= DROP_LOW_TOP_K_WARN:
-            self._notify(
-                f"--drop-cold-experts {drop.threshold} with top-k {top_k}: the threshold is {100 * drop.threshold / top_k:.1f} % of the routing "
-                f"here, against {100 / DROP_EVIDENCE_TOP_K:.1f} % at the top-k {DROP_EVIDENCE_TOP_K} this was measured on; expect it to discard "
-                "much more, and check the output on your own task"
-            )
+    @property
+    def fixed_blocks(self) -> tuple[int, ...]:
+        """The layers whose routing can be read but not edited."""
+        return tuple(layer.block for layer in self.layers if not layer.droppable)
 
     # Evaluating.
 
@@ -291,7 +200,9 @@ class Session:
             raise UsageError(
                 f"the context of {self._n_ctx} tokens has no room for {n_tokens} more: shorten the text, or give a larger context (-c)"
             )
-        raise ModelFileError(str(self.layout.paths[0]), f"llama.cpp could not evaluate the batch: {_cause(reasons)} (status {status})")
+        raise ModelFileError(
+            str(self.layout.paths[0]), f"llama.cpp could not evaluate the batch: {llama_api.cause(reasons)} (status {status})"
+        )
 
     def _raise(self, stop: str) -> None:
         if stop == "read_failed":
@@ -338,15 +249,6 @@ class Session:
         if self.config.mmap or phase is Phase.PREFILL:
             return int(diff["routed"])
         return n_tokens * sum(layer.top_k for layer in self.layers)
-
-
-def _place(span: TensorSpan) -> tuple[str, int, int, int]:
-    return span.name, span.shard, span.offset, span.nbytes
-
-
-def _cause(reasons: list[str]) -> str:
-    """Return the first message, which names the fault; later ones only pass it on."""
-    return reasons[0].removesuffix(".") if reasons else "it gave no reason"
 
 
 def _private_bytes() -> int:
