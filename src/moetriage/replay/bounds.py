@@ -87,13 +87,27 @@ class LossyFrontier:
         lossless = self._at(math.inf)
         self._weight = lossless.schedule.weight
 
-    def at(self, weight_limit_fraction: float) -> LossyBound:
-        """Return the bound with at most this share of the router weight discarded, 0 to 1."""
+    def scan(self, n: int) -> None:
+        """Find ``n`` points over the whole range, so that a curve of ``at(..., refine=False)`` is close everywhere."""
+        shape = self.table.shape
+        per_weight = sum(shape.expert_bytes) / len(shape.expert_bytes) * shape.top_k
+        for price in (*np.geomspace(30.0, 0.1, n - 1) * per_weight, 0.0):
+            self._at(float(price))
+
+    def at(self, weight_limit_fraction: float, *, refine: bool = True) -> LossyBound:
+        """Return the bound with at most this share of the router weight discarded, 0 to 1.
+
+        refine: look for the points that suit this share best (about 2 s for a trace of 50,000 routings); else those known are used.
+        """
+        if not 0 <= weight_limit_fraction <= 1:
+            raise UsageError(f"a share of the router weight of {weight_limit_fraction} is not between 0 and 1")
         limit = weight_limit_fraction * self._weight
-        if limit > 0:
+        if limit > 0 and refine:
             self._search(limit)
         points = self._points.values()
-        bound = max(point.value - (point.weight_price * limit if limit else 0.0) for point in points if limit or point.weight_price == math.inf)
+        bound = max(
+            point.value - (point.weight_price * limit if limit else 0.0) for point in points if limit or point.weight_price == math.inf
+        )
         fits = [point.schedule for point in points if point.schedule.weight_dropped <= limit]
         best = min(fits, key=lambda tally: tally.read_bytes)
         return LossyBound(
@@ -108,11 +122,12 @@ class LossyFrontier:
         shape = self.table.shape
         cheapest = min(shape.expert_bytes) * shape.top_k * 1e-3
         dearest = max(shape.expert_bytes) * shape.top_k * 1e3
-        for weight_of in (lambda point: point.schedule.weight_dropped, lambda point: point.relaxed_weight):
+        for relaxed in (False, True):
             low, high = math.log(cheapest), math.log(dearest)
             for _ in range(_BISECTIONS):
                 middle = (low + high) / 2
-                if weight_of(self._at(math.exp(middle))) <= limit:
+                point = self._at(math.exp(middle))
+                if (point.relaxed_weight if relaxed else point.schedule.weight_dropped) <= limit:
                     high = middle
                 else:
                     low = middle
@@ -165,7 +180,8 @@ def _problem(table: RouteTable, budget_bytes: int, counted: Literal[0, 1, 2] | i
 def _first_prices(problem: Any, *, cost_per_byte: float) -> tuple[Floats, float]:
     """Return the best prices that are the same after every batch, without drops, and a step to go on with.
 
-    cost_per_byte: what a byte of an expert costs to load, on average. One price keeps what is used again within a fixed number of bytes x batches, like a working set: close for traces that do not drift.
+    cost_per_byte: what a byte of an expert costs to load, on average. One price keeps what is used again within a fixed number of bytes x
+    batches, like a working set: close for traces that do not drift.
     """
     n = len(problem.capacity)
     levels = np.concatenate([[0.0], np.geomspace(1e-7, 1.0, 36)]) * cost_per_byte  # from always worth keeping to never

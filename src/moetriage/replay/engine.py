@@ -57,10 +57,11 @@ def mark_routings(table: RouteTable, cell: Cell) -> dict[str, npt.NDArray[Any]]:
     return marks
 
 
-def feed_planned(
-    table: RouteTable, budget_bytes: int, *, next_use: npt.NDArray[np.int32], drop: npt.NDArray[np.uint8]
-) -> Outcome:
-    """Follow a plan with a real budget: evict by ``next_use``, drop where ``drop`` is 1 and the expert not resident; [cells * top_k] each."""
+def feed_planned(table: RouteTable, budget_bytes: int, *, next_use: npt.NDArray[np.int32], drop: npt.NDArray[np.uint8]) -> Outcome:
+    """Follow a plan with a real budget: evict by ``next_use``, drop where ``drop`` is 1 and the expert not resident.
+
+    Both [cells * top_k].
+    """
     cell = Cell(mode="closed-loop", evict="belady", budget_bytes=budget_bytes)
     replay = _native_replay(table.shape, cell, cell.evict)
     arrays = (getattr(table, name) for name in RouteTable.ARRAYS)
