@@ -70,7 +70,7 @@ def _cache(report: RunReport) -> str:
 
 def _reads(report: RunReport) -> str:
     per_token = f"{size(report.decode.read_bytes / report.decode.tokens)} a token, " if report.decode.tokens else ""
-    return f"read {per_token}{size(report.prefill.read_bytes)} for the prompt; O_DIRECT {report.o_direct}"
+    return f"read {per_token}{size(report.read_bytes)} in all; O_DIRECT {report.o_direct}"
 
 
 def _times(report: RunReport) -> str:

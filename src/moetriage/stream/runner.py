@@ -104,8 +104,8 @@ class Runner:
         """Answer one prompt: a text to continue, or the messages of a chat, which the model's template makes into one.
 
         on_text: called with each piece of text; on_metrics: after each evaluated step. What they raise ends the generation.
-        Raises PromptError for a prompt that is empty or does not fit, ReadError for a failed read, RunInterrupted after Ctrl-C (at most
-        50 ms later, in the middle of a prompt too), TraceError if an output fails that must not. The runner stays usable.
+        Raises PromptError for a prompt that is empty or does not fit, ReadError for a failed read, RunInterrupted after Ctrl-C (at the
+        next layer, in the middle of a prompt too), TraceError if an output fails that must not. The runner stays usable.
         """
         pieces = self._pieces(prompt)
         turn = Turn(self._turns, time.perf_counter(), self.llm.session.hook.stats())
