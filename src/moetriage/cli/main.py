@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from moetriage import __version__
-from moetriage.cli import chat, demo, model, run, terminal
+from moetriage.cli import chat, demo, model, replay, run, terminal
 from moetriage.errors import MoetriageError
 
 INTERRUPTED = 130
@@ -27,6 +27,7 @@ app.command("inspect")(model.inspect)
 app.command("iobench")(model.iobench)
 app.command("synth")(model.synth)
 app.command("demo")(demo.demo)
+app.command("replay")(replay.replay)
 
 
 def _print_version(wanted: bool) -> None:

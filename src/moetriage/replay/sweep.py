@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -133,6 +134,7 @@ _worker_table: RouteTable | None = None
 
 def _start_worker(folder: str, shape: RouteShape) -> None:
     global _worker_table
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the one that waits for them has to act on it
     arrays = {name: np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in RouteTable.ARRAYS}
     _worker_table = RouteTable(shape=shape, **arrays)
 
