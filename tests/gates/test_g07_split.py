@@ -7,7 +7,7 @@ from gates.harness import FAMILIES, assert_same, counters, resident, say, stream
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-@pytest.mark.parametrize(("shards", "dense_weights"), [(2, "anon"), (3, "mmap"), (3, "anon")])
+@pytest.mark.parametrize(("shards", "dense_weights"), [(2, "anon"), (3, "mmap")])
 def test_split_file_equals_single_file(tiny, reference, shape, shards, dense_weights):
     with streamed(tiny(shape, split=shards), share=1.3, dense_weights=dense_weights) as llm:
         said, stats = say(llm), counters(llm)
