@@ -25,11 +25,20 @@ Floats = npt.NDArray[np.float64]
 
 #: A bound takes about 120 bytes and, per improvement of the prices, 10 ns a routing; beyond this it would take hours.
 MAX_ROUTINGS = 20_000_000
-#: Of the sums of doubles behind a bound; a bound is lowered by it so that it stays true.
-_ROUNDING = 1e-9
-_FIRST_STEPS = 1500
-_WARM_STEPS = 200
-_BISECTIONS = 12
+#: Of the sums of doubles behind a bound, as a share of what is summed; a bound is lowered by it so that it stays true.
+_ROUNDING = 1e-11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to search: improvements of the first prices, of those for each further weight price, and halvings of its range."""
+
+    first_steps: int = 1500
+    warm_steps: int = 200
+    halvings: int = 12
+
+
+THOROUGH = Effort()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +87,7 @@ class LossyFrontier:
     table: RouteTable
     budget_bytes: int
     phase: Phase = Phase.DECODE
+    effort: Effort = THOROUGH
     _points: dict[float, _Point] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +111,7 @@ class LossyFrontier:
         """
         if not 0 <= weight_limit_fraction <= 1:
             raise UsageError(f"a share of the router weight of {weight_limit_fraction} is not between 0 and 1")
-        limit = weight_limit_fraction * self._weight
+        limit = weight_limit_fraction * self._weight * (1 + _ROUNDING)
         if limit > 0 and refine:
             self._search(limit)
         points = self._points.values()
@@ -112,7 +122,7 @@ class LossyFrontier:
         best = min(fits, key=lambda tally: tally.read_bytes)
         return LossyBound(
             weight_limit_fraction=weight_limit_fraction,
-            bound_bytes=max(0, math.ceil(bound * (1 - _ROUNDING))),
+            bound_bytes=max(0, math.floor(bound)),
             schedule_bytes=best.read_bytes,
             schedule_weight_fraction=best.weight_dropped_fraction,
         )
@@ -124,7 +134,7 @@ class LossyFrontier:
         dearest = max(shape.expert_bytes) * shape.top_k * 1e3
         for relaxed in (False, True):
             low, high = math.log(cheapest), math.log(dearest)
-            for _ in range(_BISECTIONS):
+            for _ in range(self.effort.halvings):
                 middle = (low + high) / 2
                 point = self._at(math.exp(middle))
                 if (point.relaxed_weight if relaxed else point.schedule.weight_dropped) <= limit:
@@ -134,7 +144,7 @@ class LossyFrontier:
 
     def _at(self, weight_price: float) -> _Point:
         if weight_price not in self._points:
-            steps = _FIRST_STEPS if not self._points else _WARM_STEPS
+            steps = self.effort.warm_steps if self._points else self.effort.first_steps
             value, prices = _ascend(self._problem, self._prices, self._step, weight_price, steps)
             self._prices = prices
             _, _, relaxed_weight = self._problem.evaluate(prices, weight_price)
@@ -145,15 +155,15 @@ class LossyFrontier:
         return self._points[weight_price]
 
 
-def hit_bound(table: RouteTable, budget_bytes: int) -> HitBound:
+def hit_bound(table: RouteTable, budget_bytes: int, effort: Effort = THOROUGH) -> HitBound:
     """Return what bounds the hits of any cache that loads all that is routed, over both phases."""
     _check_size(table)
     problem = _problem(table, budget_bytes, 2, count_misses=True)
     prices, step = _first_prices(problem, cost_per_byte=len(table.shape.expert_bytes) / sum(table.shape.expert_bytes))
-    misses, _ = _ascend(problem, prices, step, math.inf, _FIRST_STEPS)
+    misses, _ = _ascend(problem, prices, step, math.inf, effort.first_steps)
     tally = run_cell(table, Cell(mode="simulate", evict="belady", budget_bytes=budget_bytes)).phase("all")
     lookups = tally.hits + tally.misses
-    return HitBound(bound_hits=lookups - math.ceil(misses * (1 - _ROUNDING) - 1e-6), schedule_hits=tally.hits)
+    return HitBound(bound_hits=lookups - max(0, math.ceil(misses)), schedule_hits=tally.hits)
 
 
 def _check_size(table: RouteTable) -> None:
@@ -194,13 +204,14 @@ def _ascend(problem: Any, prices: Floats, step: float, weight_price: float, n_st
     """Raise the bound by AdaGrad on its slope (bytes held above what there is room for, after each batch); return the best found."""
     capacity = np.asarray(problem.capacity)
     scale = capacity.mean()
-    best_value, best_prices = -math.inf, prices
+    best_value, best_prices, summed = -math.inf, prices, 0.0
     current, squares = prices, np.full(len(prices), 1e-12)
     for _ in range(n_steps):
         value, held, _ = problem.evaluate(current, weight_price)
         if value > best_value:
             best_value, best_prices = value, current
+            summed = float(current @ capacity)
         slope = (held - capacity) / scale
         squares += slope**2
         current = np.maximum(0.0, current + step * slope / np.sqrt(squares))
-    return best_value, best_prices
+    return best_value - _ROUNDING * (abs(best_value) + 2 * summed), best_prices

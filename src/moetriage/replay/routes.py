@@ -58,8 +58,11 @@ class RouteShape:
     def cliff_bytes(self) -> int:
         """The smallest cache with which LRU can hit from one token to the next: T without what a layer's batch keeps to itself.
 
-        A batch is looked up before anything goes to make room for it, so of a layer's last batch one expert may still be there.
+        A batch is looked up before anything goes to make room for it, so of a layer's last batch one expert may still be there. With one
+        layer it is always there: nothing comes in between.
         """
+        if len(self.layers) == 1:
+            return 1
         return self.working_set_bytes - (self.top_k - 1) * max(self.expert_bytes)
 
     @property
