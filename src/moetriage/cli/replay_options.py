@@ -6,7 +6,6 @@ known that it was given.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 _CACHE = "The cache"
 _LOSSY = "Lossy: fewer experts"
 _ACTIONS = "Sweep, bound, picture, advice"
+
+#: Far above any cache; beyond it a size is a slip of the keyboard.
+MAX_BYTES = 2**53
 
 Number = TypeVar("Number", int, float)
 
@@ -137,8 +139,9 @@ class CellOptions:
         """Return the cache's sizes in bytes: as given, or as the trace was recorded with. Raises UsageError if neither is known."""
         if self.cache_mb:
             sizes = _numbers(self.cache_mb, "--cache-mb", float)
-            if any(size < 0 for size in sizes):
-                raise UsageError(f"--cache-mb {min(sizes):g}: must be 0 (off) or a number of MiB")
+            for size in sizes:
+                if not 0 <= size * MIB <= MAX_BYTES:
+                    raise UsageError(f"--cache-mb {size:g}: must be 0 (off) or a number of MiB")
             return [int(size * MIB) for size in sizes]
         recorded = file.extra.get("budget_bytes", "")
         if not (recorded.isascii() and recorded.isdecimal() and 0 < len(recorded) < 17):
@@ -249,10 +252,8 @@ def _numbers(texts: list[str] | None, flag: str, kind: Callable[[str], Number]) 
     for text in (part for texts_part in texts or () for part in texts_part.split(",")):
         try:
             number = kind(text)
-        except ValueError:
-            number = None
-        if number is None or not math.isfinite(number):
+        except ValueError as error:
             what = "whole numbers" if kind is int else "numbers"
-            raise UsageError(f"{flag} {text}: must be {what}, with commas between them")
+            raise UsageError(f"{flag} {text}: must be {what}, with commas between them") from error
         numbers.append(number)
     return numbers

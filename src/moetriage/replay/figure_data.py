@@ -86,7 +86,8 @@ def figure_data(table: RouteTable, *, model: str, budget_bytes: int, threshold: 
 def _budgets(shape: RouteShape) -> list[int]:
     """Return budgets from half of T to all experts, close together where the cliff is."""
     t, cliff, total = shape.working_set_bytes, shape.cliff_bytes, shape.total_bytes
-    around = [*np.geomspace(0.5 * t, cliff - 1, 4), *np.linspace(cliff, t, 6), *np.geomspace(t, total, 24)]
+    below = list(np.geomspace(0.5 * cliff, cliff - 1, 4)) if cliff > 2 else []
+    around = [*below, *np.linspace(cliff, t, 6), *np.geomspace(t, total, 24)]
     return sorted({max(1, int(value)) for value in around})
 
 

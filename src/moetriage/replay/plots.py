@@ -89,12 +89,13 @@ def _draw_hits(axes: Any, data: FigureData) -> None:
     shape, gib = data.shape, 1024.0
     t, cliff, total = (nbytes / MIB / gib for nbytes in (shape.working_set_bytes, shape.cliff_bytes, shape.total_bytes))
     budgets = data.budgets_mib / gib
-    axes.axvspan(budgets[0], cliff, color="#D55E00", alpha=0.12, linewidth=0)
+    if cliff > budgets[0]:  # a model of one layer has none
+        axes.axvspan(budgets[0], cliff, color="#D55E00", alpha=0.12, linewidth=0)
+        axes.text(cliff * 0.97, 79, "below the cliff\nLRU never hits", ha="right", va="center", color="#A34700", fontsize=9, rotation=90)
     for evict, hits in data.hit_fraction.items():
         axes.plot(budgets, 100 * hits, label=_ORDER_NAME.get(evict, evict), **_ORDER_STYLE[evict])
     axes.axvline(t, color="#444444", linewidth=1)
     axes.text(t * 1.02, 97, f"T = {t:.2f} GiB\none token's experts", va="top", color="#444444", fontsize=9)
-    axes.text(cliff * 0.97, 79, "below the cliff\nLRU never hits", ha="right", va="center", color="#A34700", fontsize=9, rotation=90)
     axes.axvline(data.budget_bytes / MIB / gib, color="#0072B2", linewidth=1, linestyle=":")
     axes.text(data.budget_bytes / MIB / gib * 1.03, 42, "cache of the\nother panels", color="#0072B2", fontsize=9)
     axes.set_xscale("log", base=2)
@@ -130,11 +131,12 @@ def _label_points(axes: Any, curves: tuple[Curve, ...]) -> None:
         for x, y, value in zip(curve.weight_dropped, curve.reads_avoided, curve.values, strict=True):
             if not value or (letter == "F" and value not in _LABELLED_THRESHOLDS):
                 continue
+            is_left = letter == "F" and x > 0.2 * float(curve.weight_dropped.max())  # above its line, unless the axis is there
             axes.annotate(
                 f"{letter} = {value:g}",
                 (100 * x, 100 * y),
-                xytext=(-7, 5) if letter == "F" else (7, -11),
-                ha="right" if letter == "F" else "left",
+                xytext=(-7, 5) if is_left else (12, -7),
+                ha="right" if is_left else "left",
                 textcoords="offset points",
                 fontsize=9,
                 color=_CURVE_STYLE[curve.name]["color"],
