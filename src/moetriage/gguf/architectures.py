@@ -63,7 +63,9 @@ def _experts(shape: Shape, name: str, n_in: int, n_out: int, layer: int) -> Tens
 
 def _router(shape: Shape, layer: int) -> TensorPlan:
     std = ROUTER_GAIN / math.sqrt(shape.n_embd)
-    return TensorPlan(f"blk.{layer}.ffn_gate_inp.weight", (shape.n_embd, shape.n_expert), std, layer=layer, exact=True, row_spread=shape.popularity)
+    return TensorPlan(
+        f"blk.{layer}.ffn_gate_inp.weight", (shape.n_embd, shape.n_expert), std, layer=layer, exact=True, row_spread=shape.popularity
+    )
 
 
 def _split_experts(shape: Shape, layer: int) -> Iterator[TensorPlan]:
