@@ -4,7 +4,6 @@
 #include <climits>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 namespace moetriage {
@@ -20,93 +19,6 @@ class RecordedReplay : public Replay {
         resident_.assign(batch.resident, batch.resident + batch.cells * options_.top_k);
     }
     void advance(const Batch &, const std::vector<Needed> &) override {}
-};
-
-template <typename Cache>
-class CacheReplay : public Replay {
-   public:
-    CacheReplay(Cache cache, std::vector<uint64_t> expert_bytes, int n_expert, const ReplayOptions &options)
-        : Replay(std::move(expert_bytes), n_expert, options),
-          cache_(std::move(cache)),
-          last_used_(expert_bytes_.size()),
-          ahead_(options.prefetch_depth > 0 ? expert_bytes_.size() * static_cast<size_t>(n_expert) : 0, 0) {}
-
-    CacheCounters cache_counters() const override { return cache_.counters(); }
-    uint64_t resident_bytes() const override { return cache_.resident_bytes(); }
-
-   protected:
-    void look(const Batch &batch) override {
-        cache_.begin_batch();
-        const int32_t first = cache_.slot(batch.layer, 0);
-        const auto n = static_cast<size_t>(batch.cells * options_.top_k);
-        resident_.resize(n);
-        for (size_t i = 0; i < n; ++i) resident_[i] = cache_.resident(first + batch.expert[i]);
-    }
-
-    void advance(const Batch &batch, const std::vector<Needed> &needed) override {
-        missing_.clear();
-        for (const Needed &need : needed) {
-            const int32_t slot = cache_.slot(batch.layer, need.expert);
-            if constexpr (std::is_same_v<Cache, PolicyCache>) {
-                const int32_t next = batch.next_use == nullptr ? INT32_MAX : batch.next_use[need.at];
-                cache_.expect(slot, next == INT32_MAX ? kNever : next);
-            }
-            if (!cache_.lookup(slot)) {
-                missing_.push_back(slot);
-            } else if (!ahead_.empty()) {
-                tally_[batch.phase].ahead_hits += std::exchange(ahead_[static_cast<size_t>(slot)], 0);
-            }
-        }
-        for (const int32_t slot : missing_) cache_.insert(slot);
-        evict();
-        if (options_.prefetch_depth > 0) look_ahead(batch);
-    }
-
-   private:
-    void evict() {
-        const std::vector<int32_t> &gone = cache_.evict();
-        if (ahead_.empty()) return;
-        for (const int32_t slot : gone) ahead_[static_cast<size_t>(slot)] = 0;
-    }
-
-    void look_ahead(const Batch &batch) {
-        remember(batch);
-        if (batch.phase == 0) return;
-        const int layers = static_cast<int>(expert_bytes_.size());
-        for (int ahead = 1; ahead <= std::min(options_.prefetch_depth, layers - 1); ++ahead) {
-            const int target = (batch.layer + ahead) % layers;
-            for (const int32_t expert : last_used_[static_cast<size_t>(target)]) speculate(target, expert, tally_[batch.phase]);
-        }
-    }
-
-    // What the batch's last token used; a dropped slot was repointed at an expert that is there anyway.
-    void remember(const Batch &batch) {
-        std::vector<int32_t> &used = last_used_[static_cast<size_t>(batch.layer)];
-        used.clear();
-        for (int64_t at = (batch.cells - 1) * options_.top_k; at < batch.cells * options_.top_k; ++at) {
-            if (!options_.closed_loop || !dropped_[static_cast<size_t>(at)]) used.push_back(batch.expert[at]);
-        }
-    }
-
-    void speculate(int layer, int32_t expert, ReplayTally &tally) {
-        const int32_t slot = cache_.slot(layer, expert);
-        if (cache_.resident(slot)) return;
-        cache_.insert(slot);
-        evict();
-        if (cache_.resident_bytes() > cache_.budget_bytes()) {
-            cache_.erase(slot);
-            return;
-        }
-        ahead_[static_cast<size_t>(slot)] = 1;
-        ++tally.ahead;
-        tally.ahead_bytes += expert_bytes_[static_cast<size_t>(layer)];
-        tally.read_bytes += expert_bytes_[static_cast<size_t>(layer)];
-    }
-
-    Cache cache_;
-    std::vector<int32_t> missing_;
-    std::vector<std::vector<int32_t>> last_used_;
-    std::vector<uint8_t> ahead_;  // per slot: read ahead and not looked up since
 };
 
 }  // namespace
@@ -125,24 +37,36 @@ Replay::Replay(std::vector<uint64_t> expert_bytes, int n_expert, ReplayOptions o
 
 void Replay::feed(const RouteBatches &batches, const RouteMarks &marks) {
     check_batches(batches, expert_bytes_.size(), n_expert_, options_.top_k);
+    const bool unmarked = marks.resident == nullptr && marks.dropped == nullptr && marks.expert_bytes == nullptr;
+    const bool lossless = !(options_.drop.threshold > 0.0) && options_.keep == options_.top_k && batches.plan == nullptr;
+    if (unmarked && lossless && options_.prefetch_depth == 0 && feed_plain(batches)) return;
     for (int64_t b = 0; b < batches.count; ++b) {
         const int64_t first = batches.first_cell[b] * options_.top_k;
-        const Batch batch = {batches.layer[b],
-                             batches.phase[b],
-                             batches.first_cell[b + 1] - batches.first_cell[b],
-                             batches.expert + first,
-                             batches.weight + first,
-                             batches.resident == nullptr ? nullptr : batches.resident + first,
-                             batches.next_use == nullptr ? nullptr : batches.next_use + first,
-                             batches.plan == nullptr ? nullptr : batches.plan + first};
+        const Batch batch = batch_at(batches, b);
         look(batch);
         const int dropped = decide(batch);
         collect(batch, dropped > 0, needed_);
-        count(batch, dropped);
+        const uint64_t hits = hits_among(needed_);
+        count(batch.layer, batch.phase, batch.cells, hits, needed_.size() - hits);
+        if (dropped > 0) count_skipped(batch, dropped);
         if (dropped > 0 && !options_.closed_loop) collect(batch, false, routed_);
         mark(batch, first, marks);
         advance(batch, dropped > 0 && !options_.closed_loop ? routed_ : needed_);
     }
+}
+
+Replay::Batch Replay::batch_at(const RouteBatches &batches, int64_t b) const {
+    const int64_t first = batches.first_cell[b] * options_.top_k;
+    const auto at = [first](const auto *routings) { return routings == nullptr ? nullptr : routings + first; };
+    return {batches.layer[b],     batches.phase[b],   batches.first_cell[b + 1] - batches.first_cell[b],
+            at(batches.expert),   at(batches.weight), at(batches.resident),
+            at(batches.next_use), at(batches.plan)};
+}
+
+uint64_t Replay::hits_among(const std::vector<Needed> &needed) const {
+    uint64_t hits = 0;
+    for (const Needed &need : needed) hits += resident_[static_cast<size_t>(need.at)];
+    return hits;
 }
 
 // Fill dropped_ and return how many routings of the batch are.
@@ -184,23 +108,22 @@ void Replay::collect(const Batch &batch, bool after_drops, std::vector<Needed> &
     }
 }
 
-void Replay::count(const Batch &batch, int dropped) {
-    ReplayTally &tally = tally_[batch.phase];
-    const auto layer = static_cast<size_t>(batch.layer);
-    uint64_t hits = 0;
-    for (const Needed &need : needed_) hits += resident_[static_cast<size_t>(need.at)];
-    const uint64_t misses = needed_.size() - hits;
+void Replay::count(int layer, int phase, int64_t cells, uint64_t hits, uint64_t misses) {
+    ReplayTally &tally = tally_[phase];
+    const auto at = static_cast<size_t>(layer);
     tally.hits += hits;
     tally.misses += misses;
-    tally.read_bytes += misses * expert_bytes_[layer];
-    tally.cells += static_cast<uint64_t>(batch.cells);
-    tally.tokens += batch.layer == 0 ? static_cast<uint64_t>(batch.cells) : 0;
+    tally.read_bytes += misses * expert_bytes_[at];
+    tally.cells += static_cast<uint64_t>(cells);
+    tally.tokens += layer == 0 ? static_cast<uint64_t>(cells) : 0;
+    if (phase == 1) layer_hits_[at] += hits;
+}
+
+void Replay::count_skipped(const Batch &batch, int dropped) {
+    ReplayTally &tally = tally_[batch.phase];
+    const auto layer = static_cast<size_t>(batch.layer);
     tally.dropped += static_cast<uint64_t>(dropped);
-    if (batch.phase == 1) {
-        layer_hits_[layer] += hits;
-        layer_dropped_[layer] += static_cast<uint64_t>(dropped);
-    }
-    if (dropped == 0) return;
+    if (batch.phase == 1) layer_dropped_[layer] += static_cast<uint64_t>(dropped);
     // seen_ still tells which experts collect() found needed; what else was routed is skipped, counted once each.
     const uint32_t needed_at = collects_++;
     for (int64_t i = 0; i < batch.cells * options_.top_k; ++i) {
@@ -229,16 +152,6 @@ void Replay::mark(const Batch &batch, int64_t first, const RouteMarks &marks) {
 
 std::unique_ptr<Replay> recorded_replay(std::vector<uint64_t> expert_bytes, int n_expert, const ReplayOptions &options) {
     return std::make_unique<RecordedReplay>(std::move(expert_bytes), n_expert, options);
-}
-
-std::unique_ptr<Replay> cache_replay(const std::string &policy, std::vector<uint64_t> expert_bytes, int n_expert, uint64_t budget,
-                                     uint64_t seed, const ReplayOptions &options) {
-    if (policy == "lru") {
-        ExpertCache cache(expert_bytes, n_expert, budget);
-        return std::make_unique<CacheReplay<ExpertCache>>(std::move(cache), std::move(expert_bytes), n_expert, options);
-    }
-    PolicyCache cache(policy, {expert_bytes, n_expert, budget, seed});
-    return std::make_unique<CacheReplay<PolicyCache>>(std::move(cache), std::move(expert_bytes), n_expert, options);
 }
 
 void check_batches(const RouteBatches &batches, size_t layers, int n_expert, int top_k) {

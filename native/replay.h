@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "drop_policy.h"
@@ -94,6 +95,14 @@ class Replay {
 
     // Begin a batch and fill resident_ for all of its routings.
     virtual void look(const Batch &batch) = 0;
+    // All of look() to advance() in one loop, where nothing is dropped, marked or read ahead: 1.5 times as fast. False if there is no
+    // cache.
+    virtual bool feed_plain(const RouteBatches &) { return false; }
+    Batch batch_at(const RouteBatches &batches, int64_t b) const;
+    void count(int layer, int phase, int64_t cells, uint64_t hits, uint64_t misses);
+    // The distinct experts of a batch; see the definition for what drops change.
+    void collect(const Batch &batch, bool after_drops, std::vector<Needed> &out);
+
     // Let the cache see the batch; `needed` are its distinct experts in order of first appearance.
     virtual void advance(const Batch &batch, const std::vector<Needed> &needed) = 0;
 
@@ -102,14 +111,15 @@ class Replay {
     const ReplayOptions options_;
     ReplayTally tally_[2];
     std::vector<uint8_t> resident_, dropped_;
+    std::vector<Needed> needed_;
 
    private:
     int decide(const Batch &batch);
-    void collect(const Batch &batch, bool after_drops, std::vector<Needed> &out);
-    void count(const Batch &batch, int dropped);
+    uint64_t hits_among(const std::vector<Needed> &needed) const;
+    void count_skipped(const Batch &batch, int dropped);
     void mark(const Batch &batch, int64_t first, const RouteMarks &marks);
 
-    std::vector<Needed> needed_, routed_;
+    std::vector<Needed> routed_;
     std::vector<uint32_t> seen_;  // per expert: the collect() that saw it last
     uint32_t collects_ = 0;
     std::vector<uint8_t> missed_;  // per expert, of the current batch
