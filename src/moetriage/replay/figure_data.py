@@ -69,6 +69,7 @@ def figure_data(table: RouteTable, *, model: str, budget_bytes: int, threshold: 
     drops = Cell(mode="closed-loop", evict="lru", budget_bytes=budget_bytes, lossy=Lossy(threshold=threshold))
     lossless, dropping = run_cells(table, [Cell(mode="simulate", evict="lru", budget_bytes=budget_bytes), drops])
     routed, popularity = _popularity(table)
+    policies = _policy_curves(table, budget_bytes)
     return FigureData(
         model=model,
         shape=table.shape,
@@ -76,7 +77,7 @@ def figure_data(table: RouteTable, *, model: str, budget_bytes: int, threshold: 
         threshold=threshold,
         budgets_mib=np.array(budgets) / MIB,
         hit_fraction=dict(zip(EVICTIONS, hits, strict=True)),
-        curves=(*_policy_curves(table, budget_bytes), *_bound_curves(table, budget_bytes, lossless)),
+        curves=(*policies, *_bound_curves(table, budget_bytes, lossless, most=2 * float(policies[0].weight_dropped.max()))),
         hit_of_layer=np.array(lossless.layer_hits) / routed,
         dropped_of_layer=np.array(dropping.layer_dropped) / routed,
         popularity=popularity,
@@ -116,10 +117,10 @@ def _curve(name: str, table: RouteTable, cells: list[Cell]) -> Curve:
     )
 
 
-def _bound_curves(table: RouteTable, budget_bytes: int, lossless: Outcome) -> list[Curve]:
+def _bound_curves(table: RouteTable, budget_bytes: int, lossless: Outcome, *, most: float) -> list[Curve]:
     frontier = LossyFrontier(table, budget_bytes)
     frontier.scan(_BOUND_POINTS)
-    weights = np.linspace(0.0, 0.3, _CURVE_POINTS)
+    weights = np.linspace(0.0, min(1.0, max(0.05, most)), _CURVE_POINTS)
     bounds = [frontier.at(float(weight), refine=False) for weight in weights]
     reads = max(1, lossless.decode.read_bytes)
     return [

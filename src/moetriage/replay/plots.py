@@ -49,6 +49,8 @@ _CURVE_NAME = {
     "bound": "bound: nothing is above",
     "best schedule found": "best schedule found, offline",
 }
+#: Lets a text be read where a curve passes under it.
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 _LABELLED_THRESHOLDS = (0.5, 0.75, 1.0)
 
 
@@ -85,25 +87,29 @@ def _model(name: str) -> str:
     return Path(name).name.removesuffix(".gguf") or "model"
 
 
+def _unit(largest_bytes: int) -> tuple[str, int]:
+    return ("GiB", 1024 * MIB) if largest_bytes >= 1024 * MIB else ("MiB", MIB)
+
+
 def _draw_hits(axes: Any, data: FigureData) -> None:
-    shape, gib = data.shape, 1024.0
-    t, cliff, total = (nbytes / MIB / gib for nbytes in (shape.working_set_bytes, shape.cliff_bytes, shape.total_bytes))
-    budgets = data.budgets_mib / gib
+    shape, (unit, unit_bytes) = data.shape, _unit(data.shape.total_bytes)
+    t, cliff, total = (nbytes / unit_bytes for nbytes in (shape.working_set_bytes, shape.cliff_bytes, shape.total_bytes))
+    budgets = data.budgets_mib * MIB / unit_bytes
     if cliff > budgets[0]:  # a model of one layer has none
         axes.axvspan(budgets[0], cliff, color="#D55E00", alpha=0.12, linewidth=0)
         axes.text(cliff * 0.97, 79, "below the cliff\nLRU never hits", ha="right", va="center", color="#A34700", fontsize=9, rotation=90)
     for evict, hits in data.hit_fraction.items():
         axes.plot(budgets, 100 * hits, label=_ORDER_NAME.get(evict, evict), **_ORDER_STYLE[evict])
     axes.axvline(t, color="#444444", linewidth=1)
-    axes.text(t * 1.02, 97, f"T = {t:.2f} GiB\none token's experts", va="top", color="#444444", fontsize=9)
-    axes.axvline(data.budget_bytes / MIB / gib, color="#0072B2", linewidth=1, linestyle=":")
-    axes.text(data.budget_bytes / MIB / gib * 1.03, 42, "cache of the\nother panels", color="#0072B2", fontsize=9)
+    axes.text(t * 1.02, 97, f"T = {t:.2f} {unit}\none token's experts", va="top", color="#444444", fontsize=9)
+    axes.axvline(data.budget_bytes / unit_bytes, color="#0072B2", linewidth=1, linestyle=":")
+    axes.text(data.budget_bytes / unit_bytes * 1.03, 42, "cache of the\nother panels", color="#0072B2", fontsize=9, bbox=_BEHIND, zorder=6)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(
         xlim=(budgets[0], total),
         ylim=(0, 100),
-        xlabel="expert cache in GiB (right end: all experts fit)",
+        xlabel=f"expert cache in {unit} (right end: all experts fit)",
         ylabel="hits in % of routed experts",
     )
     axes.set_title("How much cache, and which order of eviction?")
@@ -112,13 +118,14 @@ def _draw_hits(axes: Any, data: FigureData) -> None:
 
 
 def _draw_trade(axes: Any, data: FigureData) -> None:
+    unit, unit_bytes = _unit(data.shape.total_bytes)
     for curve in data.curves:
         axes.plot(100 * curve.weight_dropped, 100 * curve.reads_avoided, label=_CURVE_NAME[curve.name], **_CURVE_STYLE[curve.name])
     _label_points(axes, data.curves)
     most = max(100 * float(curve.weight_dropped.max()) for curve in data.curves if curve.name == "drop cold experts")
     axes.set(xlim=(0, max(1.0, 1.6 * most)), ylim=(0, 100))
     axes.set(xlabel="router weight discarded in % (what is lost)", ylabel="reads avoided in % of LRU's (what is gained)")
-    axes.set_title(f"What does dropping buy, at {data.budget_bytes / MIB / 1024:.2f} GiB of cache?")
+    axes.set_title(f"What does dropping buy, at {data.budget_bytes / unit_bytes:.2f} {unit} of cache?")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=9)
 
@@ -128,10 +135,12 @@ def _label_points(axes: Any, curves: tuple[Curve, ...]) -> None:
         letter = {"drop cold experts": "F", "use fewer experts": "K"}.get(curve.name)
         if letter is None:
             continue
+        least_apart, last = 0.05 * float(curve.weight_dropped.max()), -1.0
         for x, y, value in zip(curve.weight_dropped, curve.reads_avoided, curve.values, strict=True):
-            if not value or (letter == "F" and value not in _LABELLED_THRESHOLDS):
+            if not value or x - last < least_apart or (letter == "F" and value not in _LABELLED_THRESHOLDS):
                 continue
-            is_left = letter == "F" and x > 0.2 * float(curve.weight_dropped.max())  # above its line, unless the axis is there
+            last = x
+            is_left = letter == "F" and x > 4 * least_apart  # above its line, unless the axis is there
             axes.annotate(
                 f"{letter} = {value:g}",
                 (100 * x, 100 * y),
