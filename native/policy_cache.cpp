@@ -43,6 +43,7 @@ void PolicyCache::insert(int32_t slot) {
     Node &node = nodes_[static_cast<size_t>(slot)];
     if (node.resident) return;
     node.resident = true;
+    ++residents_;
     used_ += space_.bytes(slot);
     policy_->use(slot, false, node.next_use);
     in_use_.push_back(slot);
@@ -50,7 +51,10 @@ void PolicyCache::insert(int32_t slot) {
 
 const std::vector<int32_t> &PolicyCache::evict() {
     gone_.clear();
-    for (int32_t slot; (slot = policy_->victim(used_ > space_.budget, batch_)) >= 0;) {
+    // Where the batch uses all there is, the policy is not asked: S3-FIFO would move what it passes over.
+    while (residents_ > in_use_.size()) {
+        const int32_t slot = policy_->victim(used_ > space_.budget, batch_);
+        if (slot < 0) break;
         ++counters_.evictions;
         gone_.push_back(slot);
         remove(slot);
@@ -68,6 +72,7 @@ void PolicyCache::erase(int32_t slot) {
 
 void PolicyCache::remove(int32_t slot) {
     nodes_[static_cast<size_t>(slot)].resident = false;
+    --residents_;
     used_ -= space_.bytes(slot);
 }
 

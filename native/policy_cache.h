@@ -44,6 +44,7 @@ class PolicyCache {
     EvictSpace space_;
     std::unique_ptr<EvictPolicy> policy_;
     uint64_t used_ = 0;
+    size_t residents_ = 0;
     int64_t batch_ = -1;
     std::vector<Node> nodes_;
     std::vector<int32_t> in_use_;  // by the current batch
