@@ -27,23 +27,24 @@ enum class Phase : int8_t { prefill = 0, decode = 1 };
 
 struct HookOptions {
     DropPolicy drop;
-    bool stream = true;        // false: llama.cpp holds the experts itself; only routing is read or forced
+    bool stream = true;  // false: llama.cpp holds the experts itself; only routing is read or forced
     bool record_routes = false;
     int prefetch_depth = 0;
 };
 
 struct HookCounters {
-    uint64_t routed = 0;      // (token, slot) routings in batches where dropping was armed
+    uint64_t routed = 0;  // (token, slot) routings in batches where dropping was armed
     uint64_t dropped = 0;
-    double mass = 0.0;        // router weight over the same routings
+    double mass = 0.0;  // router weight over the same routings
     double mass_dropped = 0.0;
     uint64_t hook_nanos = 0;  // inside the callback, waiting included
     uint64_t wait_nanos = 0;  // of that, waiting for reads
     uint64_t barriers = 0;    // times the graph was interrupted for us
 };
 
-// Why an evaluation was stopped. `moved`: the graph no longer matches the plan; learn again and repeat the batch.
-enum class Stop { none, read_failed, moved, interrupted, bad_routing };
+// Why an evaluation was stopped. `moved`: the graph no longer matches the plan; learn again and repeat the batch. `out_of_memory`: the
+// hook itself found none; every expert is forgotten then.
+enum class Stop { none, read_failed, moved, interrupted, bad_routing, out_of_memory };
 
 class EvalHook {
    public:
@@ -52,7 +53,8 @@ class EvalHook {
     static bool on_eval(GgmlTensor *node, bool ask, void *self);  // ggml_backend_sched_eval_callback
     static bool on_abort(void *self);                             // ggml_abort_callback
 
-    // Collect the next graph's nodes without computing it, then learn from them. Both may be repeated.
+    // Collect the next graph's nodes without computing it, then learn from them. Both may be repeated. finish_learning() throws GraphFault,
+    // and std::bad_alloc if memory ran out in between.
     void begin_learning();
     GraphPlan finish_learning(const std::unordered_map<std::string, int> &block_of);
 
@@ -122,6 +124,7 @@ class EvalHook {
     bool wait_for(int stage);
     int64_t trace_token(const Routing &routing, int64_t t) const { return phase_token_ + done_tokens_ + routing.first_token + t; }
     bool fail(Stop stop, const std::string &node, const std::string &reason);
+    void stop_without_memory();
     const NodeRole *find_role(const GgmlTensor *node) const;
     bool needs_weights() const;
 
@@ -141,7 +144,7 @@ class EvalHook {
     int last_layer_ = -1;
     int64_t next_tokens_ = 0;   // tokens of the graph that is being announced
     int64_t graph_tokens_ = 0;  // tokens of the current micro-batch
-    int64_t done_tokens_ = 0;  // of earlier micro-batches of this batch
+    int64_t done_tokens_ = 0;   // of earlier micro-batches of this batch
     Phase phase_ = Phase::prefill;
     int32_t step_ = 0;
     int64_t phase_token_ = 0;

@@ -14,24 +14,14 @@
 #include <initializer_list>
 #include <memory>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
+#include "block_target.h"
 #include "weight_region.h"
 
 namespace moetriage {
 namespace {
-
-// A lane takes at most this much at a time, so that one expert's projections spread over the lanes and a demand read never waits long
-// behind a speculative one. Random reads are flat above 256 KiB on the disks we know.
-constexpr uint64_t kChunk = 1 << 20;
-
-uint64_t floor_block(uint64_t value) {
-    return value / kPage * kPage;
-}
-
-uint64_t ceil_block(uint64_t value) {
-    return (value + kPage - 1) / kPage * kPage;
-}
 
 struct FreeDeleter {
     void operator()(std::byte *memory) const { std::free(memory); }
@@ -41,93 +31,48 @@ std::unique_ptr<std::byte, FreeDeleter> aligned_block(size_t bytes) {
     return std::unique_ptr<std::byte, FreeDeleter>(static_cast<std::byte *>(std::aligned_alloc(kPage, bytes)));
 }
 
-// Where the whole blocks around a job go: [begin, begin + span) of the file, in up to three pieces. In place, the blocks that belong
-// to the job alone land in its destination and the ragged first and last block in the bounce buffer; otherwise everything bounces.
-struct BlockTarget {
-    uint64_t begin, end, span;
-    uint64_t head, middle;  // bytes of the first (bounced) piece and of the in-place piece; the rest is the tail
-    std::byte *dest;        // address of file offset `begin`, were all of it in place
-    std::byte *bounce;
-
-    BlockTarget(const ReadJob &job, std::byte *bounce_buffer, bool in_place) : bounce(bounce_buffer) {
-        begin = floor_block(job.offset);
-        end = job.offset + job.nbytes;
-        span = ceil_block(end) - begin;
-        dest = job.dest - (job.offset - begin);
-        const bool mirrored = reinterpret_cast<uintptr_t>(dest) % kPage == 0;
-        const uint64_t first_whole = ceil_block(job.offset) - begin;
-        const uint64_t last_whole = floor_block(end) - begin;
-        const bool direct = in_place && mirrored && last_whole > first_whole;
-        head = direct ? first_whole : span;
-        middle = direct ? last_whole - first_whole : 0;
-    }
-
-    // The pieces from `done` bytes on. The bounce buffer holds the head, then the tail.
-    int parts_from(uint64_t done, iovec *out) const {
-        int count = 0;
-        const auto add = [&](uint64_t from, uint64_t to, std::byte *base) {
-            if (done < to && from < to) {
-                const uint64_t at = std::max(done, from);
-                out[count++] = {base + (at - from), to - at};
-            }
-        };
-        add(0, head, bounce);
-        add(head, head + middle, dest + head);
-        add(head + middle, span, bounce + head);
-        return count;
-    }
-
-    void copy_ends(const ReadJob &job) const {
-        const uint64_t lead = job.offset - begin;
-        const uint64_t head_end = std::min(head, end - begin);
-        if (head_end > lead) std::memcpy(job.dest, bounce + lead, head_end - lead);
-        const uint64_t tail = head + middle;
-        if (end - begin > tail) std::memcpy(dest + tail, bounce + head, end - begin - tail);
-    }
-};
-
 }  // namespace
-
-void ReadTicket::wait() {
-    for (int32_t left = pending_.load(std::memory_order_acquire); left != 0; left = pending_.load(std::memory_order_acquire)) {
-        pending_.wait(left, std::memory_order_acquire);
-    }
-}
-
-void ReadTicket::reset() {
-    failed_.store(false, std::memory_order_release);
-    failure_ = {};
-}
-
-void ReadTicket::finish() {
-    if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) pending_.notify_all();
-}
-
-void ReadTicket::fail(ReadFailure failure) {
-    const std::lock_guard<std::mutex> lock(failure_mutex_);
-    if (failed_.exchange(true, std::memory_order_acq_rel)) return;  // the first failure is the one reported
-    failure_ = std::move(failure);
-}
 
 ExpertReader::ExpertReader(std::vector<std::string> shards, ReaderOptions options)
     : paths_(std::move(shards)), options_(options), shards_(paths_.size()), direct_ok_(paths_.size()) {
     if (options_.preadv_fn == nullptr) options_.preadv_fn = ::preadv;
-    for (size_t i = 0; i < paths_.size(); ++i) {
-        Shard &shard = shards_[i];
-        shard.buffered = open(paths_[i].c_str(), O_RDONLY | O_CLOEXEC);
-        struct stat info {};
-        if (shard.buffered < 0 || fstat(shard.buffered, &info) != 0) throw std::runtime_error(paths_[i] + ": " + std::strerror(errno));
-        shard.size = static_cast<uint64_t>(info.st_size);
-        posix_fadvise(shard.buffered, 0, 0, POSIX_FADV_RANDOM);  // read-ahead would fetch experts nobody asked for
-        if (!options_.direct) continue;
-        shard.direct = open(paths_[i].c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-        direct_ok_[i] = shard.direct >= 0;
-        if (shard.direct < 0) fall_back(static_cast<int32_t>(i), std::string("O_DIRECT open: ") + std::strerror(errno));
+    try {
+        for (size_t i = 0; i < paths_.size(); ++i) open_shard(static_cast<int32_t>(i));
+        start_lanes();
+    } catch (...) {
+        shut_down();  // a constructor that throws is not destroyed, and a running thread that is would end the process
+        throw;
     }
-    for (int i = 0; i < options_.lanes; ++i) lanes_.emplace_back([this] { lane_main(); });
+}
+
+void ExpertReader::open_shard(int32_t index) {
+    const std::string &path = paths_[index];
+    Shard &shard = shards_[index];
+    shard.buffered = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat info{};
+    if (shard.buffered < 0 || fstat(shard.buffered, &info) != 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+    shard.size = static_cast<uint64_t>(info.st_size);
+    posix_fadvise(shard.buffered, 0, 0, POSIX_FADV_RANDOM);  // read-ahead would fetch experts nobody asked for
+    if (!options_.direct) return;
+    shard.direct = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    direct_ok_[index] = shard.direct >= 0;
+    if (shard.direct < 0) fall_back(index, std::string("O_DIRECT open: ") + std::strerror(errno));
+}
+
+void ExpertReader::start_lanes() {
+    try {
+        for (int i = 0; i < options_.lanes; ++i) lanes_.emplace_back([this] { lane_main(); });
+    } catch (const std::system_error &error) {
+        throw std::runtime_error("the system gives only " + std::to_string(lanes_.size()) + " of " + std::to_string(options_.lanes) +
+                                 " threads to read with: " + std::strerror(error.code().value()));
+    }
 }
 
 ExpertReader::~ExpertReader() {
+    shut_down();
+}
+
+void ExpertReader::shut_down() {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;
@@ -153,7 +98,8 @@ void ExpertReader::verify_direct(int32_t index, uint64_t offset, uint64_t nbytes
     const std::string problem = read_exact(shards_[index].buffered, offset, size, buffered.get());
     if (!problem.empty()) return;  // the real read will report it
     if (!enough || std::memcmp(direct.get() + (offset - begin), buffered.get(), size) != 0) {
-        fall_back(index, got < 0 ? std::string("O_DIRECT read: ") + std::strerror(errno) : "O_DIRECT returned other bytes than a plain read");
+        fall_back(index,
+                  got < 0 ? std::string("O_DIRECT read: ") + std::strerror(errno) : "O_DIRECT returned other bytes than a plain read");
     }
 }
 
@@ -176,26 +122,12 @@ ReaderCounters ExpertReader::counters() const {
 void ExpertReader::submit(const std::vector<ReadJob> &jobs, bool speculative) {
     if (jobs.empty()) return;
     size_t queued = 0;
-    {
+    try {
         const std::lock_guard<std::mutex> lock(mutex_);
-        std::deque<ReadJob> &queue = speculative ? speculative_ : demand_;
-        for (const ReadJob &job : jobs) {
-            uint64_t done = 0;
-            do {
-                ReadJob part = job;
-                part.offset += done;
-                part.dest += done;
-                if (done > 0) part.release_begin = part.release_end = part.edges[0] = part.edges[1] = nullptr;
-                // Parts meet on block borders, so no block is read twice; a small remainder rides along with its predecessor.
-                part.nbytes = floor_block(part.offset + kChunk) - part.offset;
-                if (job.nbytes - done < part.nbytes + kChunk / 4) part.nbytes = job.nbytes - done;
-                if (job.donor != nullptr) part.donor = job.donor + (page_ceil(part.dest) - page_ceil(job.dest));
-                done += part.nbytes;
-                part.ticket->add(1);
-                queue.push_back(part);
-                ++queued;
-            } while (done < job.nbytes);
-        }
+        for (const ReadJob &job : jobs) queued += enqueue(job, speculative ? speculative_ : demand_);
+    } catch (...) {
+        wake_.notify_all();  // what was queued before memory ran out will be waited for
+        throw;
     }
     if (queued == 1) {
         wake_.notify_one();
@@ -204,9 +136,30 @@ void ExpertReader::submit(const std::vector<ReadJob> &jobs, bool speculative) {
     }
 }
 
+size_t ExpertReader::enqueue(const ReadJob &job, std::deque<ReadJob> &queue) {
+    size_t parts = 0;
+    uint64_t done = 0;
+    do {
+        ReadJob part = job;
+        part.offset += done;
+        part.dest += done;
+        if (done > 0) part.release_begin = part.release_end = part.edges[0] = part.edges[1] = nullptr;
+        // Parts meet on block borders, so no block is read twice; a small remainder rides along with its predecessor.
+        part.nbytes = floor_block(part.offset + kChunk) - part.offset;
+        if (job.nbytes - done < part.nbytes + kChunk / 4) part.nbytes = job.nbytes - done;
+        if (job.donor != nullptr) part.donor = job.donor + (page_ceil(part.dest) - page_ceil(job.dest));
+        done += part.nbytes;
+        queue.push_back(part);  // may find no memory; the lanes cannot see it before the lock is given back
+        part.ticket->add(1);
+        ++parts;
+    } while (done < job.nbytes);
+    return parts;
+}
+
 std::vector<int64_t> ExpertReader::cancel(ReadTicket *ticket) {
     std::vector<int64_t> tags;
     const std::lock_guard<std::mutex> lock(mutex_);
+    tags.reserve(speculative_.size());  // nothing may fail while the queue is being rearranged
     const auto kept = std::remove_if(speculative_.begin(), speculative_.end(), [&](const ReadJob &job) {
         if (job.ticket != ticket) return false;
         tags.push_back(job.tag);
@@ -223,7 +176,7 @@ void ExpertReader::lane_main() {
     sigfillset(&all);
     for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);  // blocked, they would kill without a word
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
-    const auto bounce = aligned_block(2 * kChunk + 2 * kPage);
+    auto bounce = aligned_block(2 * kChunk + 2 * kPage);
     const int speculative_lanes = std::max(1, options_.lanes - 1);
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -239,6 +192,7 @@ void ExpertReader::lane_main() {
         queue.pop_front();
         speculating_ += speculative;
         lock.unlock();
+        if (bounce == nullptr) bounce = aligned_block(2 * kChunk + 2 * kPage);  // memory was short, not for good
         run(job, bounce.get());
         lock.lock();
         speculating_ -= speculative;
@@ -247,36 +201,61 @@ void ExpertReader::lane_main() {
 
 void ExpertReader::run(const ReadJob &job, std::byte *bounce) {
     const auto start = std::chrono::steady_clock::now();
-    prepare_pages(job);
-    if (job.shard >= 0) {
-        const std::string problem = read_range(job, bounce);
+    try {
+        const std::string problem = serve(job, bounce);
         if (!problem.empty()) job.ticket->fail({job.shard, job.offset, job.nbytes, job.tag, problem});
-        reads_.fetch_add(1, std::memory_order_relaxed);
-        bytes_.fetch_add(job.nbytes, std::memory_order_relaxed);
+    } catch (const std::exception &) {
+        // Only memory can be short here. The text fits into the string itself, so telling of it takes none.
+        job.ticket->fail({job.shard, job.offset, job.nbytes, job.tag, "out of memory"});
     }
     const auto spent = std::chrono::steady_clock::now() - start;
     busy_nanos_.fetch_add(static_cast<uint64_t>(std::chrono::nanoseconds(spent).count()), std::memory_order_relaxed);
     job.ticket->finish();
 }
 
-// Fresh pages are dear: the kernel zeroes each one before the read overwrites it, which costs twice as much processor time as the read
-// itself (docs/log.md, page recycling). So the pages of an evicted expert move to the one that takes its place.
-void ExpertReader::prepare_pages(const ReadJob &job) {
+std::string ExpertReader::serve(const ReadJob &job, std::byte *bounce) {
     if (job.release_begin != nullptr) WeightRegion::release(job.release_begin, job.release_end);
-    if (job.donor == nullptr) return;
     for (std::byte *page : job.edges) {
         if (page != nullptr) WeightRegion::release(page, page + kPage);
     }
+    if (job.shard < 0) return {};
+    const bool ready = has_memory(job) && take_pages(job);
+    std::string problem = ready ? read_range(job, bounce) : "the system has no address space left for it";
+    reads_.fetch_add(1, std::memory_order_relaxed);
+    bytes_.fetch_add(job.nbytes, std::memory_order_relaxed);
+    return problem;
+}
+
+// Fresh pages are dear: the kernel zeroes each one before the read overwrites it, which costs twice as much processor time as the read
+// itself (docs/log.md, page recycling). So the pages of an evicted expert move to the one that takes its place.
+bool ExpertReader::take_pages(const ReadJob &job) {
     std::byte *first = page_ceil(job.dest);
     std::byte *last = page_floor(job.dest + job.nbytes);
-    if (last <= first) return;
-    if (WeightRegion::move_pages(job.donor, first, static_cast<size_t>(last - first))) recycled_.fetch_add(1, std::memory_order_relaxed);
+    if (job.donor == nullptr || last <= first) return true;
+    const auto bytes = static_cast<size_t>(last - first);
+    const PageMove move = WeightRegion::move_pages(job.donor, first, bytes);
+    if (move == PageMove::done) recycled_.fetch_add(1, std::memory_order_relaxed);
+    if (move != PageMove::lost) return true;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lost_.push_back({first, bytes});
+    any_lost_ = true;
+    return false;
+}
+
+// False where the job's memory was lost and cannot be mapped again yet. What is mapped there meanwhile is somebody else's.
+bool ExpertReader::has_memory(const ReadJob &job) {
+    if (!any_lost_) return true;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(lost_, [](const Lost &lost) { return WeightRegion::map_again(lost.begin, lost.bytes); });
+    any_lost_ = !lost_.empty();
+    return std::none_of(lost_.begin(), lost_.end(),
+                        [&](const Lost &lost) { return lost.begin < job.dest + job.nbytes && job.dest < lost.begin + lost.bytes; });
 }
 
 std::string ExpertReader::read_range(const ReadJob &job, std::byte *bounce) {
     Shard &shard = shards_[job.shard];
     if (job.offset + job.nbytes > shard.size) return "the file ends at byte " + std::to_string(shard.size);
-    if (direct_enabled(job.shard)) {
+    if (direct_enabled(job.shard) && bounce != nullptr) {
         bool unsupported = false;
         const std::string problem = read_direct(shard, job, bounce, unsupported);
         if (!unsupported) return problem;

@@ -7,6 +7,9 @@
 // are never written, so an encrypting block layer that decrypts in place cannot disturb an expert that is being computed.
 #pragma once
 
+#include <sys/types.h>
+#include <sys/uio.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -14,41 +17,16 @@
 #include <deque>
 #include <mutex>
 #include <string>
-#include <sys/types.h>
-#include <sys/uio.h>
 #include <thread>
 #include <vector>
 
+#include "read_ticket.h"
+
 namespace moetriage {
 
-struct ReadFailure {
-    int32_t shard = -1;
-    uint64_t offset = 0;
-    uint64_t nbytes = 0;
-    int64_t tag = -1;
-    std::string reason;
-};
-
-// Counts the unfinished jobs of one purpose. Owned by the submitting thread, which may wait() and then read `failure`.
-class ReadTicket {
-   public:
-    void wait();
-    bool done() const { return pending_.load(std::memory_order_acquire) == 0; }
-    bool failed() const { return failed_.load(std::memory_order_acquire); }
-    const ReadFailure &failure() const { return failure_; }  // valid once done() and failed()
-    void reset();                                            // only when done()
-
-   private:
-    friend class ExpertReader;
-    void add(int32_t jobs) { pending_.fetch_add(jobs, std::memory_order_acq_rel); }
-    void finish();
-    void fail(ReadFailure failure);
-
-    std::atomic<int32_t> pending_{0};
-    std::atomic<bool> failed_{false};
-    std::mutex failure_mutex_;
-    ReadFailure failure_;
-};
+// A lane takes at most this much at a time, so that one expert's projections spread over the lanes and a demand read never waits long
+// behind a speculative one. Random reads are flat above 256 KiB on the disks we know.
+constexpr uint64_t kChunk = 1 << 20;
 
 struct ReadJob {
     int32_t shard = -1;  // -1: no read, only the release
@@ -72,16 +50,16 @@ struct ReaderOptions {
 };
 
 struct ReaderCounters {
-    uint64_t reads = 0;        // jobs read
-    uint64_t bytes = 0;        // bytes asked for
-    uint64_t disk_bytes = 0;   // bytes that came off the file, block rounding and merged gaps included
-    uint64_t recycled = 0;     // jobs whose pages came from a donor
-    uint64_t busy_nanos = 0;   // summed over lanes: service time, not wall time
+    uint64_t reads = 0;       // jobs read
+    uint64_t bytes = 0;       // bytes asked for
+    uint64_t disk_bytes = 0;  // bytes that came off the file, block rounding and merged gaps included
+    uint64_t recycled = 0;    // jobs whose pages came from a donor
+    uint64_t busy_nanos = 0;  // summed over lanes: service time, not wall time
 };
 
 class ExpertReader {
    public:
-    // Opens every shard; throws std::runtime_error naming the one that cannot be opened.
+    // Opens every shard and starts the lanes; throws std::runtime_error naming the file that cannot be opened, or that threads are short.
     ExpertReader(std::vector<std::string> shards, ReaderOptions options);
     ~ExpertReader();
     ExpertReader(const ExpertReader &) = delete;
@@ -97,6 +75,9 @@ class ExpertReader {
     // Returns the tags of the jobs that will not run.
     std::vector<int64_t> cancel(ReadTicket *ticket);
 
+    // At most so many parts a read of `nbytes` is made in, each with its own pages to move.
+    static size_t parts(uint64_t nbytes) { return static_cast<size_t>(nbytes / kChunk) + 1; }
+
     // "on", "off", or "fallback: <reason>" once any shard had to be read through the page cache.
     std::string direct_state() const;
     ReaderCounters counters() const;
@@ -110,9 +91,22 @@ class ExpertReader {
         uint64_t size = 0;
     };
 
+    // Whole pages of a destination that are mapped no longer, see WeightRegion::move_pages.
+    struct Lost {
+        std::byte *begin;
+        size_t bytes;
+    };
+
+    void open_shard(int32_t index);
+    void start_lanes();
+    // Queue a job in parts; returns how many. The lock is held.
+    size_t enqueue(const ReadJob &job, std::deque<ReadJob> &queue);
+    void shut_down();
     void lane_main();
     void run(const ReadJob &job, std::byte *bounce);
-    void prepare_pages(const ReadJob &job);
+    std::string serve(const ReadJob &job, std::byte *bounce);  // empty, or the reason it failed
+    bool take_pages(const ReadJob &job);
+    bool has_memory(const ReadJob &job);
     std::string read_range(const ReadJob &job, std::byte *bounce);  // empty, or the reason it failed
     std::string read_direct(Shard &shard, const ReadJob &job, std::byte *bounce, bool &unsupported);
     std::string read_exact(int fd, uint64_t offset, uint64_t nbytes, std::byte *dest);
@@ -130,6 +124,8 @@ class ExpertReader {
     int speculating_ = 0;
     bool stop_ = false;
     std::string fallback_reason_;
+    std::vector<Lost> lost_;
+    std::atomic<bool> any_lost_{false};
     std::atomic<uint64_t> reads_{0}, bytes_{0}, disk_bytes_{0}, recycled_{0}, busy_nanos_{0};
     std::vector<std::thread> lanes_;
 };

@@ -17,11 +17,13 @@ std::vector<uint64_t> bytes_per_layer(const std::vector<ExpertTensor> &tensors, 
 }  // namespace
 
 ExpertStore::ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_expert, ReaderOptions options,
-                         std::vector<std::string> shards)
+                         std::vector<std::string> shards, MappingQuota &mappings)
     : tensors_(std::move(tensors)),
       layer_tensors_(n_layers),
       layer_bytes_(bytes_per_layer(tensors_, n_layers)),
       cache_(layer_bytes_, n_expert, 0),
+      mappings_(mappings),
+      may_move_to_(tensors_.size() * static_cast<size_t>(n_expert), 0),
       ahead_slots_(n_layers),
       speculated_(static_cast<size_t>(n_layers) * n_expert, 0),
       last_used_(n_layers),
@@ -33,6 +35,10 @@ ExpertStore::ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_
         layer_tensors_[tensor.layer].push_back(static_cast<int>(i));
         if (!std::exchange(verified[tensor.shard], 1)) reader_->verify_direct(tensor.shard, tensor.offset, tensor.expert_bytes);
     }
+}
+
+ExpertStore::~ExpertStore() {
+    mappings_.give_back(mappings_taken_);
 }
 
 void ExpertStore::set_stage(const std::string &name, int stage) {
@@ -118,6 +124,24 @@ void ExpertStore::quiesce() {
     loading_.clear();
 }
 
+void ExpertStore::forget_all() {
+    for (auto &ticket : ahead_) ticket->wait();
+    for (ReadTicket &ticket : stages_) ticket.wait();
+    for (auto &ticket : ahead_) ticket->reset();
+    for (ReadTicket &ticket : stages_) ticket.reset();
+    for (auto &slots : ahead_slots_) slots.clear();
+    std::fill(speculated_.begin(), speculated_.end(), uint8_t{0});
+    loading_layer_ = -1;
+    loading_.clear();
+    jobs_.clear();
+    leavings_.clear();
+    cache_.clear();
+    for (const ExpertTensor &tensor : tensors_) {
+        std::byte *end = tensor.base + tensor.expert_bytes * static_cast<uint64_t>(cache_.experts());
+        WeightRegion::release(page_floor(tensor.base), page_ceil(end));
+    }
+}
+
 void ExpertStore::forget(const std::vector<int32_t> &slots) {
     for (const int32_t slot : slots) {
         cache_.erase(slot);
@@ -175,6 +199,18 @@ ExpertStore::Leavings ExpertStore::take_leavings(size_t bytes) {
     return {};
 }
 
+// Pages that moved are a mapping of their own for good, and cut the one around them in two.
+bool ExpertStore::may_move_to(const ExpertTensor &tensor, int expert) {
+    const auto index = static_cast<size_t>(&tensor - tensors_.data());
+    uint8_t &may = may_move_to_[index * static_cast<size_t>(cache_.experts()) + static_cast<size_t>(expert)];
+    if (may) return true;
+    const size_t needed = 1 + ExpertReader::parts(tensor.expert_bytes);
+    if (!mappings_.take(needed)) return false;
+    mappings_taken_ += needed;
+    may = 1;
+    return true;
+}
+
 void ExpertStore::add_releases(std::vector<ReadJob> &jobs) {
     for (const Leavings &left : leavings_) {
         if (left.released_last == left.released_first) continue;
@@ -211,7 +247,7 @@ void ExpertStore::add_reads(const ExpertTensor &tensor, const std::vector<int32_
         job.tag = cache_.slot(tensor.layer, experts[i]);
         std::byte *first = page_ceil(job.dest);
         std::byte *last = page_floor(job.dest + tensor.expert_bytes);
-        const bool may_take = tensor.stage < stages_with_leavings_ && last > first;
+        const bool may_take = !leavings_.empty() && tensor.stage < stages_with_leavings_ && last > first && may_move_to(tensor, experts[i]);
         const Leavings taken = take_leavings(may_take ? static_cast<size_t>(last - first) : 0);
         job.donor = taken.first;
         if (taken.released_first < taken.first) job.edges[0] = taken.released_first;

@@ -13,6 +13,7 @@
 
 #include "expert_cache.h"
 #include "expert_reader.h"
+#include "mapping_quota.h"
 
 namespace moetriage {
 
@@ -36,7 +37,11 @@ struct PrefetchCounters {
 
 class ExpertStore {
    public:
-    ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_expert, ReaderOptions options, std::vector<std::string> shards);
+    ExpertStore(std::vector<ExpertTensor> tensors, int n_layers, int n_expert, ReaderOptions options, std::vector<std::string> shards,
+                MappingQuota &mappings = MappingQuota::of_process());
+    ~ExpertStore();
+    ExpertStore(const ExpertStore &) = delete;
+    ExpertStore &operator=(const ExpertStore &) = delete;
 
     // Let a tensor's reads be waited for with another stage. Only between batches.
     void set_stage(const std::string &name, int stage);
@@ -55,7 +60,8 @@ class ExpertStore {
     // Whether wait_stage() has anything to do (or to report) for this layer's stage.
     bool stage_pending(int layer, int stage) const;
 
-    // Read ahead what the previous token used in the `depth` layers after this one, wrapping into the next token. Only after allow_prefetch().
+    // Read ahead what the previous token used in the `depth` layers after this one, wrapping into the next token. Only after
+    // allow_prefetch().
     void prefetch(int layer, int depth);
     // From now on pages of evicted experts go only to the first stage's reads, which are over when prefetch() is called: a later stage's
     // read might still be about to move away pages that a guess is being read into.
@@ -64,6 +70,9 @@ class ExpertStore {
 
     // After a stopped generation: no read is under way any more, and what was not completely loaded is forgotten.
     void quiesce();
+
+    // No read is under way any more and no expert resident, whatever state this was left in. Takes no memory.
+    void forget_all();
 
     uint64_t layer_expert_bytes(int layer) const { return layer_bytes_[layer]; }
     ExpertCache &cache() { return cache_; }
@@ -78,7 +87,7 @@ class ExpertStore {
    private:
     // Pages that an evicted expert leaves behind: those that were its alone, and up to two borders that no neighbour needs.
     struct Leavings {
-        std::byte *first = nullptr, *last = nullptr;              // its own whole pages
+        std::byte *first = nullptr, *last = nullptr;                    // its own whole pages
         std::byte *released_first = nullptr, *released_last = nullptr;  // the same with the unneeded borders
         size_t own_bytes() const { return static_cast<size_t>(last - first); }
     };
@@ -86,6 +95,7 @@ class ExpertStore {
     Leavings leavings(const ExpertTensor &tensor, int expert) const;
     void collect_leavings(const std::vector<int32_t> &slots);
     Leavings take_leavings(size_t bytes);
+    bool may_move_to(const ExpertTensor &tensor, int expert);
     void add_releases(std::vector<ReadJob> &jobs);
     void add_reads(const ExpertTensor &tensor, const std::vector<int32_t> &experts, ReadTicket *ticket, std::vector<ReadJob> &jobs);
     bool page_in_use(const ExpertTensor &tensor, const std::byte *page) const;
@@ -103,7 +113,10 @@ class ExpertStore {
     std::vector<int32_t> missing_;
     std::vector<int32_t> evicted_;
     int stages_with_leavings_ = kStages;
-    std::vector<Leavings> leavings_;  // of this batch's evictions, not yet taken over or released
+    MappingQuota &mappings_;
+    size_t mappings_taken_ = 0;
+    std::vector<uint8_t> may_move_to_;  // by tensor and expert: its share of the mappings is taken
+    std::vector<Leavings> leavings_;    // of this batch's evictions, not yet taken over or released
     std::vector<ReadJob> jobs_;
     std::vector<std::unique_ptr<ReadTicket>> ahead_;  // one ticket per layer for its speculative reads
     std::vector<std::vector<int32_t>> ahead_slots_;

@@ -47,8 +47,9 @@ void ModelSource::map_dense(const std::vector<TensorPlace> &tensors) {
         if (mapping.address == nullptr) {
             const std::string &path = shards_[static_cast<size_t>(place.shard)];
             const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-            struct stat info {};
-            if (fd < 0 || fstat(fd, &info) != 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+            struct stat info{};
+            if (fd < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+            fstat(fd, &info);  // of an open file; whatever it says, mmap refuses a size that is not there
             mapping.size = static_cast<size_t>(info.st_size);
             mapping.address = mmap(nullptr, mapping.size, PROT_READ, MAP_SHARED, fd, 0);
             close(fd);
@@ -56,6 +57,9 @@ void ModelSource::map_dense(const std::vector<TensorPlace> &tensors) {
                 mapping.address = nullptr;
                 throw std::runtime_error(path + ": cannot be mapped: " + std::strerror(errno));
             }
+        }
+        if (place.offset + place.nbytes > mapping.size) {
+            throw std::runtime_error(shards_[static_cast<size_t>(place.shard)] + ": has become shorter since it was opened; copy it again");
         }
         tensor->data = static_cast<std::byte *>(mapping.address) + place.offset;
     }

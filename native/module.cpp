@@ -64,17 +64,25 @@ std::unique_ptr<ModelSource> make_source(const std::string &libggml_base, nb::by
     std::vector<std::byte> head(header.size());
     std::memcpy(head.data(), header.c_str(), header.size());
     std::vector<Segment> parts;
-    for (const auto &[virtual_offset, nbytes, shard, offset, skip] : segments) parts.push_back({virtual_offset, nbytes, shard, offset, skip});
+    for (const auto &[virtual_offset, nbytes, shard, offset, skip] : segments)
+        parts.push_back({virtual_offset, nbytes, shard, offset, skip});
     return std::make_unique<ModelSource>(libggml_base, std::move(head), size, std::move(parts), std::move(shards));
 }
 
 const char *stop_name(Stop stop) {
     switch (stop) {
-        case Stop::none: return "";
-        case Stop::read_failed: return "read_failed";
-        case Stop::moved: return "moved";
-        case Stop::interrupted: return "interrupted";
-        case Stop::bad_routing: return "bad_routing";
+        case Stop::none:
+            return "";
+        case Stop::read_failed:
+            return "read_failed";
+        case Stop::moved:
+            return "moved";
+        case Stop::interrupted:
+            return "interrupted";
+        case Stop::bad_routing:
+            return "bad_routing";
+        case Stop::out_of_memory:
+            return "out_of_memory";
     }
     return "";
 }
@@ -104,9 +112,9 @@ nb::dict take_routes(EvalHook &hook) {
 // Every counter of the session as one flat dict: Python takes differences around a batch.
 std::map<std::string, double> stats(EvalHook &hook) {
     const HookCounters &h = hook.counters();
-    std::map<std::string, double> out = {{"routed", h.routed},       {"dropped", h.dropped},        {"mass", h.mass},
-                                         {"mass_dropped", h.mass_dropped}, {"hook_nanos", h.hook_nanos}, {"wait_nanos", h.wait_nanos},
-                                         {"barriers", h.barriers}};
+    std::map<std::string, double> out = {
+        {"routed", h.routed},         {"dropped", h.dropped},       {"mass", h.mass},        {"mass_dropped", h.mass_dropped},
+        {"hook_nanos", h.hook_nanos}, {"wait_nanos", h.wait_nanos}, {"barriers", h.barriers}};
     if (ExpertStore *store = hook.store()) {
         const CacheCounters &c = store->cache().counters();
         const ReaderCounters r = store->reader().counters();
@@ -157,8 +165,8 @@ std::string read_pinned(ExpertStore &store, const ModelSource &source, const std
     return ticket.failed() ? store.reader().shard_path(ticket.failure().shard) + ": " + ticket.failure().reason : std::string();
 }
 
-void arm(EvalHook &hook, GraphPlan &plan, const ModelSource &source, const std::vector<PlaceTuple> &tensors, const std::vector<PlaceTuple> &pinned,
-         int n_expert, int lanes, bool direct, bool in_place, bool staged) {
+void arm(EvalHook &hook, GraphPlan &plan, const ModelSource &source, const std::vector<PlaceTuple> &tensors,
+         const std::vector<PlaceTuple> &pinned, int n_expert, int lanes, bool direct, bool in_place, bool staged) {
     std::unordered_map<std::string, TensorPlace> by_name;
     for (TensorPlace &place : places(tensors)) by_name.emplace(place.name, place);
     std::vector<ExpertTensor> experts;
@@ -181,7 +189,8 @@ void arm(EvalHook &hook, GraphPlan &plan, const ModelSource &source, const std::
     options.lanes = lanes;
     options.direct = direct;
     options.in_place = in_place;
-    auto store = std::make_unique<ExpertStore>(std::move(experts), static_cast<int>(plan.layers.size()), n_expert, options, source.shards());
+    auto store =
+        std::make_unique<ExpertStore>(std::move(experts), static_cast<int>(plan.layers.size()), n_expert, options, source.shards());
     const std::string problem = read_pinned(*store, source, pinned);
     if (!problem.empty()) throw std::runtime_error(problem);
     hook.arm(plan, std::move(store));
@@ -214,23 +223,25 @@ NB_MODULE(_native, m) {
         .def_ro("pinned", &GraphPlan::pinned);
 
     nb::class_<ModelSource>(m, "ModelSource")
-        .def_static("open", make_source, nb::arg("libggml_base"), nb::arg("header"), nb::arg("size"), nb::arg("segments"), nb::arg("shards"))
+        .def_static("open", make_source, nb::arg("libggml_base"), nb::arg("header"), nb::arg("size"), nb::arg("segments"),
+                    nb::arg("shards"))
         .def_prop_ro("file_pointer", [](ModelSource &s) { return reinterpret_cast<uintptr_t>(s.stream()); })
         .def_prop_ro("expert_buffer_type", [](ModelSource &s) { return reinterpret_cast<uintptr_t>(s.expert_buffer_type()); })
         .def_prop_ro("dense_buffer_type", [](ModelSource &s) { return reinterpret_cast<uintptr_t>(s.dense_buffer_type()); })
         .def_prop_ro("read_error", &ModelSource::read_error)
         .def_prop_ro("loaded_bytes", &ModelSource::loaded_bytes)
         .def_prop_ro("reserved_bytes", &ModelSource::reserved_bytes)
-        .def("address", [](ModelSource &s, const std::string &name) { return reinterpret_cast<uintptr_t>(s.address(name)); },
-             "Address of expert 0 of a tensor; for tests that look at the memory itself.")
+        .def(
+            "address", [](ModelSource &s, const std::string &name) { return reinterpret_cast<uintptr_t>(s.address(name)); },
+            "Address of expert 0 of a tensor; for tests that look at the memory itself.")
         .def("bind_experts", [](ModelSource &s, const std::vector<PlaceTuple> &t) { s.bind_experts(places(t)); })
         .def("map_dense", [](ModelSource &s, const std::vector<PlaceTuple> &t) { s.map_dense(places(t)); });
 
     nb::class_<EvalHook>(m, "EvalHook")
         .def(
             "__init__",
-            [](EvalHook *self, const std::string &libggml_base, double drop_threshold, bool drop_raw, bool drop_renorm, bool drop_in_prefill,
-               bool stream, bool record_routes, int prefetch) {
+            [](EvalHook *self, const std::string &libggml_base, double drop_threshold, bool drop_raw, bool drop_renorm,
+               bool drop_in_prefill, bool stream, bool record_routes, int prefetch) {
                 HookOptions options;
                 options.drop = {drop_threshold, drop_raw, drop_renorm, drop_in_prefill};
                 options.stream = stream;
@@ -270,19 +281,22 @@ NB_MODULE(_native, m) {
                                                              std::vector<uint8_t>(decode.data(), decode.data() + decode.size())));
              })
         .def("set_budget", [](EvalHook &h, uint64_t bytes) { h.store()->cache().set_budget(bytes); })
-        .def("begin_batch", [](EvalHook &h, int phase, int32_t step, int64_t token) { h.begin_batch(static_cast<Phase>(phase), step, token); })
+        .def("begin_batch",
+             [](EvalHook &h, int phase, int32_t step, int64_t token) { h.begin_batch(static_cast<Phase>(phase), step, token); })
         .def("end_batch", [](EvalHook &h) { return stop_name(h.end_batch()); })
         .def_prop_ro("fault_node", &EvalHook::fault_node)
         .def_prop_ro("fault_reason", &EvalHook::fault_reason)
-        .def("read_failure",
-             [](EvalHook &h) {
-                 const ReadFailure &f = h.store()->failure();
-                 const auto [layer, expert] = h.store()->locate(f.shard, f.offset);
-                 const int block = layer < 0 ? -1 : h.plan().layers[static_cast<size_t>(layer)].block;
-                 return std::make_tuple(h.store()->reader().shard_path(f.shard), f.offset, f.nbytes, block, expert, f.reason);
-             },
-             "Path, byte offset, bytes, layer, expert and reason of the read that stopped the evaluation.")
-        .def("resident", [](EvalHook &h, int layer, int expert) { return h.store()->cache().resident(h.store()->cache().slot(layer, expert)); })
+        .def(
+            "read_failure",
+            [](EvalHook &h) {
+                const ReadFailure &f = h.store()->failure();
+                const auto [layer, expert] = h.store()->locate(f.shard, f.offset);
+                const int block = layer < 0 ? -1 : h.plan().layers[static_cast<size_t>(layer)].block;
+                return std::make_tuple(h.store()->reader().shard_path(f.shard), f.offset, f.nbytes, block, expert, f.reason);
+            },
+            "Path, byte offset, bytes, layer, expert and reason of the read that stopped the evaluation.")
+        .def("resident",
+             [](EvalHook &h, int layer, int expert) { return h.store()->cache().resident(h.store()->cache().slot(layer, expert)); })
         .def_prop_ro("direct_state", [](EvalHook &h) { return h.store() ? h.store()->reader().direct_state() : std::string("off"); })
         .def("stats", stats)
         .def("take_routes", take_routes, nb::sig("def take_routes(self) -> dict[str, object]"),

@@ -20,17 +20,29 @@ constexpr size_t kStdioBuffer = 1 << 16;
 VirtualFile::VirtualFile(std::vector<std::byte> header, uint64_t size, std::vector<Segment> segments,
                          const std::vector<std::string> &shards)
     : header_(std::move(header)), size_(size), segments_(std::move(segments)), shard_paths_(shards), stdio_buffer_(kStdioBuffer) {
+    shards_.reserve(shard_paths_.size());
     for (const std::string &path : shard_paths_) {
         const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-        if (fd < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+        if (fd < 0) {
+            const int reason = errno;
+            close_all();
+            throw std::runtime_error(path + ": " + std::strerror(reason));
+        }
         shards_.push_back(fd);
     }
     stream_ = fopencookie(this, "rb", {on_read, nullptr, on_seek, nullptr});
-    if (stream_ == nullptr) throw std::runtime_error("fopencookie failed");
+    if (stream_ == nullptr) {
+        close_all();
+        throw std::runtime_error("fopencookie failed");
+    }
     setvbuf(stream_, stdio_buffer_.data(), _IOFBF, stdio_buffer_.size());
 }
 
 VirtualFile::~VirtualFile() {
+    close_all();
+}
+
+void VirtualFile::close_all() {
     if (stream_ != nullptr) fclose(stream_);
     for (const int fd : shards_) close(fd);
 }

@@ -35,6 +35,7 @@ class VirtualFile {
     uint64_t bytes_read() const { return bytes_read_; }
 
    private:
+    void close_all();
     static ssize_t on_read(void *cookie, char *buffer, size_t size);
     static int on_seek(void *cookie, off64_t *offset, int whence);
     // Serve bytes from the current position that share one source; returns how many (0 at the end), -1 on error.

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <cstring>
 #include <initializer_list>
 #include <stdexcept>
@@ -118,11 +119,20 @@ void WeightRegion::release(std::byte *begin, std::byte *end) {
     if (end > begin) madvise(begin, static_cast<size_t>(end - begin), MADV_DONTNEED);
 }
 
-bool WeightRegion::move_pages(std::byte *from, std::byte *to, size_t bytes) {
-    if (mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == to) return true;
+PageMove WeightRegion::move_pages(std::byte *from, std::byte *to, size_t bytes) {
+    if (mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == to) return PageMove::done;
     release(from, from + bytes);
+    const bool unmapped = msync(to, bytes, MS_ASYNC) != 0 && errno == ENOMEM;
+    if (unmapped && !map_again(to, bytes)) return PageMove::lost;
     release(to, to + bytes);
-    return false;
+    return PageMove::refused;
+}
+
+bool WeightRegion::map_again(std::byte *begin, size_t bytes) {
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    if (mmap(begin, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0) != begin) return false;
+    madvise(begin, bytes, MADV_NOHUGEPAGE);
+    return true;
 }
 
 }  // namespace moetriage

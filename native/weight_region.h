@@ -26,6 +26,10 @@ inline std::byte *page_ceil(std::byte *address) {
     return page_floor(address + kPage - 1);
 }
 
+// What became of pages that were to move. refused: the kernel cannot (before Linux 5.7, or at a limit), both ranges were given back.
+// lost: at a limit it gave up after it had unmapped the destination, which could not be mapped again either: it must not be touched.
+enum class PageMove { done, refused, lost };
+
 class WeightRegion {
    public:
     // `huge`: everything here will be resident, so back it with huge pages (half the page walks of a matrix product).
@@ -50,9 +54,11 @@ class WeightRegion {
     // Give the whole pages [begin, end) back to the system; they read as zeros afterwards.
     static void release(std::byte *begin, std::byte *end);
 
-    // Move the pages [from, from + bytes) to `to`, whose own pages are lost; `from` reads as zeros afterwards. Where the kernel cannot
-    // (before Linux 5.7, or at its limit of mappings) both ranges are given back and the answer is false.
-    static bool move_pages(std::byte *from, std::byte *to, size_t bytes);
+    // Move the pages [from, from + bytes) to `to`, whose own pages are lost; `from` reads as zeros afterwards.
+    static PageMove move_pages(std::byte *from, std::byte *to, size_t bytes);
+
+    // Map what a move lost; false while that is not possible.
+    static bool map_again(std::byte *begin, size_t bytes);
 
     size_t reserved_bytes() const { return reserved_; }
 

@@ -79,5 +79,15 @@ class GraphError(MoetriageError):
         self.reason = reason
 
 
+class OutOfMemoryError(MoetriageError):
+    """Report that the engine itself found no memory in the middle of an evaluation; the session can go on with an empty cache."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the system gave no memory in the middle of an evaluation. No token was computed from it and the expert cache was emptied; "
+            "free memory, or give a smaller --cache-mb"
+        )
+
+
 class AccountingError(MoetriageError):
     """Report a run whose own counters contradict each other (a fault of ours, never of the user)."""

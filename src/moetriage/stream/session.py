@@ -13,7 +13,7 @@ from typing import Any
 
 from moetriage import _native
 from moetriage.config import DropConfig, StreamConfig, dropping_caveats
-from moetriage.errors import GraphError, ModelFileError, ReadError, UsageError
+from moetriage.errors import GraphError, ModelFileError, OutOfMemoryError, ReadError, UsageError
 from moetriage.gguf import ggml_api
 from moetriage.gguf.layout import ModelLayout
 from moetriage.stream import llama_api
@@ -146,7 +146,8 @@ class Session:
         self._last = self._counters()
 
     def decode(self, ctx: Any, batch: Any, phase: Phase) -> None:
-        """Evaluate one llama_batch. Raises ReadError, GraphError, or what a signal handler raised; nothing of the batch is kept then."""
+        """Evaluate one llama_batch. Raises ReadError, GraphError, OutOfMemoryError, or what a signal handler raised; nothing of the batch is
+        kept then."""
         n_tokens = int(batch.n_tokens)
         began = time.perf_counter()
         try:
@@ -210,6 +211,8 @@ class Session:
             raise ReadError(path=path, offset=offset, nbytes=nbytes, layer=layer, expert=expert, reason=reason)
         if stop == "interrupted":
             _native.raise_pending_signal()
+        if stop == "out_of_memory":
+            raise OutOfMemoryError
         raise GraphError(self.hook.fault_node, self.hook.fault_reason)
 
     def _account(self, phase: Phase, n_tokens: int, began: float, ended: float) -> None:
