@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moetriage.config import StreamConfig
-from moetriage.errors import UsageError
+from moetriage.errors import ModelFileError, UsageError
+from moetriage.gguf.graph_limit import widest_top_k
 from moetriage.gguf.layout import ModelLayout
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Key of a trace's header under which a run keeps how it renormalised; a replayed drop must do the same.
 RENORM_KEY = "drop_renorm"
+#: No model uses more experts per token. The limit of the graph is an estimate, on which none that may work is refused.
+_WIDEST_KNOWN = 32
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,18 @@ class RecordedRouting:
 
 
 def load_routing(config: StreamConfig, layout: ModelLayout) -> RecordedRouting:
-    """Read the traces that ``config`` names. Raises TraceError for a bad trace, UsageError for a width the model cannot have."""
+    """Read the traces that ``config`` names. Raises TraceError for a bad trace, UsageError for a width the model cannot have (beyond
+    what llama.cpp can hold it would end the process)."""
     forced = _read(config.force_routing)
     top_k = config.n_expert_used if forced is None else forced.meta.n_expert_used
+    flag = f"--n-expert-used {top_k}" if forced is None else f"--force-routing {config.force_routing} (top-k {top_k})"
     if top_k is not None and top_k > layout.n_expert:
-        raise UsageError(f"--n-expert-used {top_k}: the model has {layout.n_expert} experts per layer; use 1 to {layout.n_expert}")
+        raise UsageError(f"{flag}: the model has {layout.n_expert} experts per layer; use 1 to {layout.n_expert}")
+    widest = widest_top_k(layout)
+    if top_k is not None and top_k > max(widest, layout.top_k):
+        raise UsageError(f"{flag}: llama.cpp's graph of this model has room for {max(widest, layout.top_k)} experts per token; use no more")
+    if top_k is None and layout.top_k > max(widest, _WIDEST_KNOWN):
+        raise ModelFileError(str(layout.paths[0]), f"uses {layout.top_k} experts per token and llama.cpp's graph has room for {widest}")
     return RecordedRouting(top_k=top_k, forced=forced, replayed=_read(config.replay_drops))
 
 
