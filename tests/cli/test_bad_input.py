@@ -50,6 +50,7 @@ def assert_refused(command: Command, arguments: tuple[object, ...], *parts: str)
         ("--cache-mb many", ("--cache-mb many", "auto, 0 (off) or a number of MiB")),
         ("--cache-ceil-mb 0", ("--cache-ceil-mb 0", "at least 1 MiB")),
         ("--cache-ceil-mb 4 --cache-mb 3", ("--cache-ceil-mb 4", "--cache-mb 3")),
+        ("--cache-mb " + 5000 * "9", ("--cache-mb 999", "number of MiB")),
         ("--io-threads 0", ("--io-threads 0", "between 1 and 32")),
         ("--io-threads 33", ("--io-threads 33", "between 1 and 32")),
         ("--io-threads 8 --mmap", ("--io-threads 8", "does nothing with --mmap")),

@@ -35,3 +35,11 @@ def test_prefetching_into_no_room_reads_nothing_ahead(tiny, reference, shape):
     assert_same(said, reference(shape))
     assert stats["evictions"] > 0
     assert stats["prefetch_issued"] == 0
+
+
+def test_a_depth_beyond_all_layers_is_all_layers(tiny, reference):
+    shape = "tiny-qwen3moe"
+    with streamed(tiny(shape), share=1.3, prefetch=10**12) as llm:
+        said, stats = say(llm, 8), counters(llm)
+    assert_same(said, reference(shape))
+    assert stats["prefetch_issued"] > 0

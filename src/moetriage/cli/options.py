@@ -18,6 +18,8 @@ from moetriage.errors import UsageError
 from moetriage.stream.output_files import OutputFiles
 from moetriage.stream.sampling import Sampling
 
+#: Beyond every size; Python refuses to read numbers of some thousand digits.
+_MAX_DIGITS = 40
 _CACHE = "Cache and reads"
 _LOSSY = "Lossy: fewer experts"
 _ROUTING = "Recorded routing"
@@ -151,9 +153,7 @@ class EngineOptions:
 
     def _refuse_with_mmap(self) -> None:
         """A baseline whose flags did nothing would be published as what the flags say."""
-        for name in (
-            *("cache_mb", "cache_ceil_mb", "force_cache", "io_threads", "no_odirect", "dense_weights", "no_staged"),
-        ):
+        for name in (*("cache_mb", "cache_ceil_mb", "force_cache", "io_threads", "no_odirect", "dense_weights", "no_staged"),):
             value = getattr(self, name)
             if value != getattr(EngineOptions, name):
                 flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -163,8 +163,8 @@ class EngineOptions:
 def _cache_mb(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
-    if not (text.isascii() and text.isdecimal()):
-        raise UsageError(f"--cache-mb {text}: must be auto, 0 (off) or a number of MiB")
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+        raise UsageError(f"--cache-mb {text[:_MAX_DIGITS]}: must be auto, 0 (off) or a number of MiB")
     return int(text)
 
 

@@ -58,7 +58,7 @@ class Session:
             drop_in_prefill=drop.in_prefill,
             stream=not config.mmap,
             record_routes=record_routes,
-            prefetch=config.prefetch,
+            prefetch=min(config.prefetch, layout.n_layer),  # farther is the same, and may be no C int
         )
 
     # Loading, in the order llama_cpp.Llama asks for it.
@@ -146,8 +146,10 @@ class Session:
         self._last = self._counters()
 
     def decode(self, ctx: Any, batch: Any, phase: Phase) -> None:
-        """Evaluate one llama_batch. Raises ReadError, GraphError, OutOfMemoryError, or what a signal handler raised; nothing of the batch is
-        kept then."""
+        """Evaluate one llama_batch; where it raises, nothing of the batch is kept.
+
+        Raises ReadError, GraphError, OutOfMemoryError, or what a signal handler raised.
+        """
         n_tokens = int(batch.n_tokens)
         began = time.perf_counter()
         try:
