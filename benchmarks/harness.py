@@ -21,7 +21,7 @@ from typing import Any
 
 #: Others' part of all processor time below which the machine counts as calm, and how long it is looked at.
 CALM_FRACTION = 0.1
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 3.0
 
 
 @dataclass

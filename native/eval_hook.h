@@ -117,6 +117,7 @@ class EvalHook {
     void pass_product(int layer);
     bool route_layer(int layer);
     bool read_routing(int layer, Routing &routing);
+    bool experts_exist(int layer, const Routing &routing);
     bool force(int layer, const Routing &routing);
     void decide(int layer, const Routing &routing);
     void load(int layer, const Routing &routing);

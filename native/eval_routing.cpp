@@ -19,6 +19,19 @@ bool EvalHook::read_routing(int layer, Routing &routing) {
         if (weights->elements() != routing.tokens * routing.top_k) return fail(Stop::moved, weights->name, "its shape changed");
         routing.weights = static_cast<float *>(weights->data);
     }
+    return experts_exist(layer, routing);
+}
+
+// NaN logits have made routers choose what there is not; everything behind this indexes by the ids.
+bool EvalHook::experts_exist(int layer, const Routing &routing) {
+    if (store_ == nullptr) return true;
+    const int32_t experts = store_->cache().experts();
+    for (int64_t t = 0; t < routing.tokens; ++t) {
+        for (const int32_t *expert = routing.expert(t), *end = expert + routing.top_k; expert < end; ++expert) {
+            if (*expert >= 0 && *expert < experts) continue;
+            return fail(Stop::bad_routing, layers_[layer].ids->name, "the router chose an expert that does not exist");
+        }
+    }
     return true;
 }
 
@@ -81,10 +94,6 @@ void EvalHook::load(int layer, const Routing &routing) {
     for (int64_t t = 0; t < routing.tokens; ++t) {
         const int32_t *expert = routing.expert(t);
         for (int k = 0; k < routing.top_k; ++k) {
-            if (expert[k] < 0 || expert[k] >= experts) {
-                fail(Stop::bad_routing, layers_[layer].ids->name, "the router chose an expert that does not exist");
-                return;
-            }
             if (first_seen_[expert[k]] >= 0) continue;
             first_seen_[expert[k]] = static_cast<int32_t>(distinct_.size());
             distinct_.push_back(expert[k]);

@@ -7,7 +7,7 @@ namespace moetriage {
 namespace {
 
 constexpr size_t kMaxStages = 4;  // gate, up and down are three
-constexpr int kMaxChain = 16;  // longest walk from a weighted product back to the router; build_moe_ffn needs at most seven steps
+constexpr int kMaxChain = 16;     // longest walk from a weighted product back to the router; build_moe_ffn needs at most seven steps
 
 // ggml names nodes it was given no name for after their position, which differs from graph to graph.
 bool stable_name(const GgmlTensor *node) {

@@ -41,7 +41,8 @@ struct GraphPlan {
 
     // Learn from one graph. `block_of` maps the name of every streamed tensor to the layer number in its name.
     // Throws GraphFault if nothing is routed, for two routings in one layer, or for a routing node without a stable name.
-    static GraphPlan learn(const GgmlOps &ops, const std::vector<GgmlTensor *> &nodes, const std::unordered_map<std::string, int> &block_of);
+    static GraphPlan learn(const GgmlOps &ops, const std::vector<GgmlTensor *> &nodes,
+                           const std::unordered_map<std::string, int> &block_of);
 };
 
 }  // namespace moetriage
