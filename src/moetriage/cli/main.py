@@ -54,6 +54,14 @@ def main() -> None:
     sys.exit(invoke(sys.argv[1:]))
 
 
+def _abandon_output() -> None:
+    """Drop what standard output does not take: Python would try again when it exits, complain, and exit with a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def invoke(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; every error becomes one line on standard error."""
     try:
@@ -70,6 +78,7 @@ def invoke(arguments: Sequence[str]) -> int:
     except OSError as error:
         where = "reading or writing failed: " if error.filename is None else f"{error.filename}: "
         terminal.note(f"{where}{error.strerror or error}")
+        _abandon_output()
         return 1
     except Exception as error:
         if os.environ.get("MOETRIAGE_TRACEBACK"):
