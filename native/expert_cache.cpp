@@ -48,10 +48,10 @@ void ExpertCache::insert(int32_t slot) {
     used_ += expert_bytes_[layer_of(slot)];
 }
 
-const std::vector<int32_t> &ExpertCache::evict() {
+const std::vector<int32_t> &ExpertCache::evict(uint64_t room) {
     gone_.clear();
     // Slots of the current batch are the most recent ones, so the first of them ends the search.
-    while (used_ > budget_ && oldest_ >= 0 && where_[oldest_].batch != batch_) {
+    while (used_ + room > budget_ && oldest_ >= 0 && where_[oldest_].batch != batch_) {
         ++counters_.evictions;
         gone_.push_back(oldest_);
         remove(oldest_);

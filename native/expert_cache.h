@@ -37,8 +37,9 @@ class ExpertCache {
     // Make a slot the most recent resident without counting a lookup (after a miss, or ahead of one).
     void insert(int32_t slot);
 
-    // Evict least recent slots until the budget holds, never one of the current batch. Returns them, oldest first.
-    const std::vector<int32_t> &evict();
+    // Evict least recent slots until the budget holds with `room` bytes to spare, never one of the current batch. Returns them, oldest
+    // first.
+    const std::vector<int32_t> &evict(uint64_t room = 0);
 
     // Forget a slot that could not be read (no eviction is counted).
     void erase(int32_t slot);

@@ -271,14 +271,12 @@ void ExpertStore::prefetch(int layer, int depth) {
 void ExpertStore::speculate(int layer, int expert) {
     const int32_t slot = cache_.slot(layer, expert);
     if (cache_.resident(slot)) return;
-    cache_.insert(slot);
-    collect_leavings(cache_.evict());
+    const uint64_t room = layer_bytes_[layer];
+    collect_leavings(cache_.evict(room));
     for (const Leavings &left : leavings_) WeightRegion::release(left.released_first, left.released_last);
     leavings_.clear();
-    if (cache_.resident_bytes() > cache_.budget_bytes()) {
-        cache_.erase(slot);  // the current batch fills the budget: there is no room for a guess
-        return;
-    }
+    if (cache_.resident_bytes() + room > cache_.budget_bytes()) return;  // the current batch fills the budget: there is no room for a guess
+    cache_.insert(slot);
     speculated_[slot] = 1;
     ahead_slots_[layer].push_back(slot);
     ++prefetch_.issued;

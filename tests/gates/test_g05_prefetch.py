@@ -43,3 +43,12 @@ def test_a_depth_beyond_all_layers_is_all_layers(tiny, reference):
         said, stats = say(llm, 8), counters(llm)
     assert_same(said, reference(shape))
     assert stats["prefetch_issued"] > 0
+
+
+def test_a_guess_never_exceeds_the_budget_and_one_layer(tiny):
+    """A batch of all of a layer's experts is all there may be beyond the budget."""
+    with streamed(tiny("tiny-qwen3moe"), share=0.01, prefetch=1, n_expert_used=16) as llm:
+        say(llm, 6)
+        stats, session = counters(llm), llm.session
+    layer_bytes = 16 * session.layer_expert_bytes(session.layers[0])
+    assert stats["peak_bytes"] == layer_bytes > stats["budget_bytes"]
