@@ -168,6 +168,12 @@ def test_a_rotated_part_as_large_as_a_latent_head_is_refused(moe: GgufBytes, tmp
     assert "fit into a head of 32" in refused(moe, tmp_path)
 
 
+def test_a_latent_head_without_a_rotated_part_is_refused(moe: GgufBytes, tmp_path: Path) -> None:
+    moe.set("q.attention.key_length_mla", 32)
+    moe.keys.pop("q.rope.dimension_count", None)
+    assert "q.rope.dimension_count is missing" in refused(moe, tmp_path)
+
+
 def test_an_unknown_rope_scaling_is_refused(moe: GgufBytes, tmp_path: Path) -> None:
     moe.keys["q.rope.scaling.type"] = moe.value(STRING, "wild")
     assert "'wild', must be one of none, linear" in refused(moe, tmp_path)

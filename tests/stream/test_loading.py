@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetriage import Llama, StreamConfig
+from moetriage import Llama, ModelFileError, StreamConfig
 from moetriage.gguf.synth import write_model
 
 PAGE = 4096
@@ -89,3 +89,13 @@ def test_the_address_space_is_reserved_not_committed(tiny: Callable[[str], Path]
     assert " nr" in flags, "MAP_NORESERVE"
     assert ctypes.c_char.from_address(address).value == b"\0"
     llm.close()
+
+
+@pytest.mark.parametrize(("of", "to"), [(b"endfor", b"endfox"), (b"moetriage synthetic", b"moetri\xacge synthetic")])
+def test_metadata_that_llama_cpp_cannot_read_is_the_files_fault(tmp_path: Path, of: bytes, to: bytes) -> None:
+    path = write_model(tmp_path / "model.gguf", "tiny-qwen3moe")[0]
+    data = path.read_bytes()
+    assert of in data
+    path.write_bytes(data.replace(of, to))
+    with pytest.raises(ModelFileError, match=r"model\.gguf: llama_cpp cannot read its metadata or chat template"):
+        Llama(path, stream=StreamConfig(cache_mb=0), n_ctx=64)

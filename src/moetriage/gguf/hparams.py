@@ -149,9 +149,9 @@ def _check_rope(keys: _Keys) -> None:
     for rotated, head in (("rope.dimension_count", "key_length"), ("rope.dimension_count_swa", "key_length_swa")):
         if keys.header.types.get(f"{keys.arch}.{rotated}") == GgufType.ARRAY:
             continue
-        n_rotated = keys.number(rotated, default=0)
-        # Latent attention splits a head into a plain and a rotated part, neither of them empty.
+        # Latent attention splits a head into a plain and a rotated part, neither of them empty. Left out, all of the key is rotated.
         latent = keys.number("attention.key_length_mla", default=0)
+        n_rotated = keys.number(rotated, default=None if latent and rotated == "rope.dimension_count" else 0)
         size = keys.number(f"attention.{head}", default=_MAX_HEAD_SIZE, low=1, high=_MAX_HEAD_SIZE)
         if n_rotated % 2 or n_rotated > size or (latent and n_rotated >= latent):
             raise keys.error(f"the key {keys.arch}.{rotated} is {n_rotated}, must be even and fit into a head of {latent or size}")

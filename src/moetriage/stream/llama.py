@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+from jinja2 import TemplateError
 
 from moetriage.config import StreamConfig
-from moetriage.errors import UsageError
+from moetriage.errors import ModelFileError, UsageError
 from moetriage.gguf.layout import read_layout
 from moetriage.stream import llama_api
 from moetriage.stream.routing import load_routing
@@ -71,8 +72,11 @@ class Llama(llama_cpp.Llama):
         self.phase = Phase.PREFILL
         self.sampled: list[int] = []
         self._raised: BaseException | None = None
-        with llama_api.loading_through(self.session.load_model, self.session.init_context):
-            super().__init__(str(model_path), kv_overrides=overrides or None, **kwargs)
+        try:
+            with llama_api.loading_through(self.session.load_model, self.session.init_context):
+                super().__init__(str(model_path), kv_overrides=overrides or None, **kwargs)
+        except (UnicodeDecodeError, TemplateError) as error:  # llama_cpp reads all of it, used or not
+            raise ModelFileError(str(model_path), f"llama_cpp cannot read its metadata or chat template: {error}") from error
         routing.apply(self.session)
         # llama_cpp evaluates every batch through this one method of its context. Weakly bound: a cycle would keep gigabytes of experts
         # until the garbage collector happens to run.
