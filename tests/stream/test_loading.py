@@ -91,7 +91,7 @@ def test_the_address_space_is_reserved_not_committed(tiny: Callable[[str], Path]
     llm.close()
 
 
-@pytest.mark.parametrize(("of", "to"), [(b"endfor", b"endfox"), (b"moetriage synthetic", b"moetri\xacge synthetic")])
+@pytest.mark.parametrize(("of", "to"), [(b"endfor", b"endfox"), (b"<|im_end|>", b"<|im\xacend|>")])
 def test_metadata_that_llama_cpp_cannot_read_is_the_files_fault(tmp_path: Path, of: bytes, to: bytes) -> None:
     path = write_model(tmp_path / "model.gguf", "tiny-qwen3moe")[0]
     data = path.read_bytes()
