@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LINT_STAMP := $(VENV)/.lint
+TRAIN_STAMP := $(VENV)/.train
 NATIVE := $(wildcard native/*.cpp native/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 # ThreadSanitizer of older compilers cannot map its shadow where the kernel randomises addresses widely.
@@ -30,12 +31,16 @@ $(LINT_STAMP): $(STAMP)
 	@scripts/setup lint
 	@touch $@
 
+$(TRAIN_STAMP): $(STAMP)
+	@scripts/setup train train-test
+	@touch $@
+
 dev: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/moetriage demo
 
-test: $(STAMP)
+test: $(TRAIN_STAMP)
 	$(BIN)/pytest $(PYTEST)
 
 lint: $(LINT_STAMP)
