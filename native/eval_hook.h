@@ -68,6 +68,11 @@ class EvalHook {
     void begin_batch(Phase phase, int32_t step, int64_t phase_token);
     Stop end_batch();
 
+    // No evaluation comes any more: end the lanes and give the experts' memory back. What was counted stays.
+    void close() {
+        if (store_ != nullptr) store_->close();
+    }
+
     // Called at most every 50 ms while the graph is interrupted; returning true stops the evaluation.
     void set_interrupt_poll(bool (*poll)()) { poll_ = poll; }
 

@@ -79,9 +79,11 @@ void ExpertReader::shut_down() {
     }
     wake_.notify_all();
     for (std::thread &lane : lanes_) lane.join();
-    for (const Shard &shard : shards_) {
-        if (shard.buffered >= 0) close(shard.buffered);
-        if (shard.direct >= 0) close(shard.direct);
+    lanes_.clear();
+    for (Shard &shard : shards_) {
+        for (int *file : {&shard.buffered, &shard.direct}) {
+            if (*file >= 0) close(std::exchange(*file, -1));
+        }
     }
 }
 

@@ -65,6 +65,9 @@ class ExpertReader {
     ExpertReader(const ExpertReader &) = delete;
     ExpertReader &operator=(const ExpertReader &) = delete;
 
+    // End the lanes and close the files; nothing can be submitted any more, counters stay.
+    void shut_down();
+
     // Compare one direct read with a buffered one at `offset` of `shard`; on any difference the shard is read buffered from then on.
     void verify_direct(int32_t shard, uint64_t offset, uint64_t nbytes);
 
@@ -101,7 +104,6 @@ class ExpertReader {
     void start_lanes();
     // Queue a job in parts; returns how many. The lock is held.
     size_t enqueue(const ReadJob &job, std::deque<ReadJob> &queue);
-    void shut_down();
     void lane_main();
     void run(const ReadJob &job, std::byte *bounce);
     std::string serve(const ReadJob &job, std::byte *bounce);  // empty, or the reason it failed

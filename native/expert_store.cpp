@@ -142,6 +142,13 @@ void ExpertStore::forget_all() {
     }
 }
 
+void ExpertStore::close() {
+    if (closed_) return;  // the address space below may be somebody else's by now
+    closed_ = true;
+    forget_all();
+    reader_->shut_down();
+}
+
 void ExpertStore::forget(const std::vector<int32_t> &slots) {
     for (const int32_t slot : slots) {
         cache_.erase(slot);

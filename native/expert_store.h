@@ -74,6 +74,9 @@ class ExpertStore {
     // No read is under way any more and no expert resident, whatever state this was left in. Takes no memory.
     void forget_all();
 
+    // Give everything back for good, before the experts' address space goes; what was counted stays. A second call does nothing.
+    void close();
+
     uint64_t layer_expert_bytes(int layer) const { return layer_bytes_[layer]; }
     ExpertCache &cache() { return cache_; }
     const ExpertCache &cache() const { return cache_; }
@@ -124,6 +127,7 @@ class ExpertStore {
     std::vector<std::vector<int32_t>> last_used_;
     PrefetchCounters prefetch_;
     ReadFailure failure_;
+    bool closed_ = false;
     std::unique_ptr<ExpertReader> reader_;  // last: its lanes must end before the tickets they report to
 };
 

@@ -26,9 +26,16 @@ ModelSource::ModelSource(const std::string &libggml_base, std::vector<std::byte>
 }
 
 ModelSource::~ModelSource() {
-    for (const Mapping &mapping : mappings_) {
-        if (mapping.address != nullptr) munmap(mapping.address, mapping.size);
+    close();
+}
+
+void ModelSource::close() {
+    file_->close_all();
+    for (Mapping &mapping : mappings_) {
+        if (mapping.address != nullptr) munmap(std::exchange(mapping.address, nullptr), mapping.size);
     }
+    experts_.unmap();
+    dense_.unmap();
 }
 
 void ModelSource::bind_experts(const std::vector<TensorPlace> &tensors) {
@@ -52,7 +59,7 @@ void ModelSource::map_dense(const std::vector<TensorPlace> &tensors) {
             fstat(fd, &info);  // of an open file; whatever it says, mmap refuses a size that is not there
             mapping.size = static_cast<size_t>(info.st_size);
             mapping.address = mmap(nullptr, mapping.size, PROT_READ, MAP_SHARED, fd, 0);
-            close(fd);
+            ::close(fd);
             if (mapping.address == MAP_FAILED) {
                 mapping.address = nullptr;
                 throw std::runtime_error(path + ": cannot be mapped: " + std::strerror(errno));

@@ -42,6 +42,9 @@ class ModelSource {
     // Let dense tensors point into a read-only mapping of their shard instead of own memory.
     void map_dense(const std::vector<TensorPlace> &tensors);
 
+    // Once the model is freed and no lane runs: give files and memory back. What was counted stays.
+    void close();
+
     // Where an expert tensor's first byte belongs; throws std::runtime_error if llama.cpp created no such tensor.
     std::byte *address(const std::string &name) const;
 

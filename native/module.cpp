@@ -234,6 +234,7 @@ NB_MODULE(_native, m) {
         .def(
             "address", [](ModelSource &s, const std::string &name) { return reinterpret_cast<uintptr_t>(s.address(name)); },
             "Address of expert 0 of a tensor; for tests that look at the memory itself.")
+        .def("close", &ModelSource::close, "Give files and memory back; the model must be freed and the hook closed.")
         .def("bind_experts", [](ModelSource &s, const std::vector<PlaceTuple> &t) { s.bind_experts(places(t)); })
         .def("map_dense", [](ModelSource &s, const std::vector<PlaceTuple> &t) { s.map_dense(places(t)); });
 
@@ -280,6 +281,7 @@ NB_MODULE(_native, m) {
                                                              std::vector<uint8_t>(prefill.data(), prefill.data() + prefill.size()),
                                                              std::vector<uint8_t>(decode.data(), decode.data() + decode.size())));
              })
+        .def("close", &EvalHook::close, "Give the experts' memory, the lanes and their files back; counters stay.")
         .def("set_budget", [](EvalHook &h, uint64_t bytes) { h.store()->cache().set_budget(bytes); })
         .def("begin_batch",
              [](EvalHook &h, int phase, int32_t step, int64_t token) { h.begin_batch(static_cast<Phase>(phase), step, token); })

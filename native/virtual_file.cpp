@@ -43,8 +43,9 @@ VirtualFile::~VirtualFile() {
 }
 
 void VirtualFile::close_all() {
-    if (stream_ != nullptr) fclose(stream_);
+    if (stream_ != nullptr) fclose(std::exchange(stream_, nullptr));
     for (const int fd : shards_) close(fd);
+    shards_.clear();
 }
 
 int VirtualFile::on_seek(void *cookie, off64_t *offset, int whence) {

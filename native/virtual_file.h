@@ -31,11 +31,13 @@ class VirtualFile {
     VirtualFile &operator=(const VirtualFile &) = delete;
 
     FILE *stream() { return stream_; }
+    // Close the files; what was counted stays.
+    void close_all();
+
     const std::string &error() const { return error_; }  // the first failed read, naming file and offset; empty if none
     uint64_t bytes_read() const { return bytes_read_; }
 
    private:
-    void close_all();
     static ssize_t on_read(void *cookie, char *buffer, size_t size);
     static int on_seek(void *cookie, off64_t *offset, int whence);
     // Serve bytes from the current position that share one source; returns how many (0 at the end), -1 on error.

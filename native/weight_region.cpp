@@ -35,9 +35,15 @@ WeightRegion::WeightRegion(const GgmlApi &api, std::string name, bool huge) : ap
 }
 
 WeightRegion::~WeightRegion() {
-    for (const auto *mappings : {&allocated_, &apart_}) {
+    unmap();
+}
+
+void WeightRegion::unmap() {
+    for (auto *mappings : {&allocated_, &apart_}) {
         for (const Mapping &mapping : *mappings) munmap(mapping.address, mapping.size);
+        mappings->clear();
     }
+    tensors_.clear();
 }
 
 void WeightRegion::probe() {

@@ -48,6 +48,9 @@ class WeightRegion {
     // (llama.cpp packs tensors back to back.) Throws std::runtime_error if not even address space is left.
     void place_apart(GgmlTensor *tensor, uint64_t file_offset);
 
+    // Give all of it back, once llama.cpp's model is gone; no tensor is known any more.
+    void unmap();
+
     // Make what llama.cpp allocated inaccessible, once every tensor that matters lives elsewhere.
     void seal();
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -381,17 +382,29 @@ def mapped(address: int) -> bool:
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
 
 
-def test_the_experts_memory_outlives_the_lanes_that_write_to_it(model: Path) -> None:
+def held() -> tuple[int, int]:
+    """Return this process's open files and threads."""
+    return tuple(len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task"))  # type: ignore[return-value]
+
+
+def test_a_closed_session_gives_memory_lanes_and_files_back_and_keeps_its_counts(model: Path) -> None:
+    with contextlib.closing(Llama(model, stream=StreamConfig(cache_mb=2), n_ctx=64, n_threads=1)) as first:
+        say(first, 2)  # what a process makes once and keeps is made
+    before = held()
     llm = Llama(model, stream=StreamConfig(cache_mb=2), n_ctx=64, n_threads=1)
     address = llm.session.weights.source.address(llm.session.layout.experts[0].span.name)
-    hook = llm.session.hook  # owns the store, and so the lanes
-    llm.close()
-    del llm
-    gc.collect()
+    say(llm, 2)
+    counted = counters(llm)
     assert mapped(address)
-    del hook
-    gc.collect()
+    assert all(now > then for now, then in zip(held(), before, strict=True))
+    llm.close()
+    llm.close()
     assert not mapped(address)
+    assert held() == before
+    assert counted["misses"] > 0
+    assert counters(llm)["misses"] == counted["misses"]
+    with pytest.raises(UsageError, match="this session was closed"):
+        llm.session.decode(None, None, Phase.DECODE)
 
 
 def test_a_session_that_is_dropped_while_it_reads_ahead_ends_quietly(model: Path) -> None:

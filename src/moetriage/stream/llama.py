@@ -138,9 +138,10 @@ class Llama(llama_cpp.Llama):
         return token
 
     def close(self) -> None:
-        """Free the model; a second call does nothing, nor does one on an object that was refused before there was a model."""
+        """Free the model, the expert cache and the files; a second call does nothing, nor does one on an object that was refused."""
         if hasattr(self, "_stack"):
             super().close()
+            self.session.close()
 
     def reset(self) -> None:
         """Forget the sequence; the expert cache stays warm."""

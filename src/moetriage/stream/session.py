@@ -49,6 +49,7 @@ class Session:
         self._last_end: float | None = None
         self._step = 0
         self._n_ctx = 0
+        self.closed = False
         drop = config.drop or DropConfig(threshold=0.0)
         self.hook = _native.EvalHook(
             str(ggml_api.library_path()),
@@ -132,6 +133,14 @@ class Session:
         """The layers whose routing can be read but not edited."""
         return tuple(layer.block for layer in self.layers if not layer.droppable)
 
+    def close(self) -> None:
+        """Give memory, lanes and files back once llama.cpp's context and model are freed. What was counted can still be asked for."""
+        if self.closed:
+            return
+        self.closed = True
+        self.hook.close()
+        self.weights.close()
+
     # Evaluating.
 
     @property
@@ -150,6 +159,8 @@ class Session:
 
         Raises ReadError, GraphError, OutOfMemoryError, or what a signal handler raised.
         """
+        if self.closed:
+            raise UsageError(f"{self.layout.paths[0]}: this session was closed; load the model again")
         n_tokens = int(batch.n_tokens)
         began = time.perf_counter()
         try:

@@ -127,6 +127,11 @@ class Weights:
         hook.set_budget(budget.bytes)
         return budget
 
+    def close(self) -> None:
+        """Give memory and files back; llama.cpp's model must be freed and no lane be running."""
+        if self.source is not None:
+            self.source.close()
+
     def expert_bytes(self, layer: LearnedLayer) -> int:
         """Return the bytes of one expert of a layer, all its tensors together."""
         return sum(self._spans[name].nbytes // self.layout.n_expert for name in layer.tensors)
