@@ -250,6 +250,15 @@ def tensor_bytes(ggml_type: int, ne: tuple[int, ...]) -> int:
     return elements // block_elements(ggml_type) * block_bytes(ggml_type)
 
 
+def fitting_type(name: str, row_elements: int) -> int:
+    """Return the number of the first of ``name``, q8_0 and f16 whose blocks divide a row. Raises UsageError for an unknown name."""
+    for candidate in (name, "q8_0", "f16"):
+        number = type_id(candidate)
+        if row_elements % block_elements(number) == 0:
+            return number
+    raise AssertionError("one element is a block of f16")
+
+
 def check_weight_type(ggml_type: int) -> None:
     """Raise UsageError for a type that cannot be made from weights alone (it needs an importance matrix, or is no weight type)."""
     name = type_names()[ggml_type]

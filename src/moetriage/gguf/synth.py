@@ -17,11 +17,12 @@ from moetriage.errors import UsageError
 from moetriage.gguf.architectures import TensorPlan, architecture_keys, tensor_plan
 from moetriage.gguf.bigfile import BigFile
 from moetriage.gguf.blocks import BlockSource, TypedPlan
-from moetriage.gguf.ggml_api import GgufType, block_elements, check_weight_type, type_id
+from moetriage.gguf.ggml_api import GgufType, check_weight_type, fitting_type, type_id
 from moetriage.gguf.hparams import MAX_LAYERS
 from moetriage.gguf.shapes import SHAPES, Shape
 from moetriage.gguf.shards import KEY_COUNT, KEY_NO, KEY_TENSORS, shard_name
 from moetriage.gguf.vocabulary import Vocabulary, build_vocabulary
+from moetriage.gguf.weights_file import check_target
 from moetriage.gguf.writer import HeaderWriter, Typed, Value, aligned
 
 __all__ = ["SHAPES", "Shape", "write_model"]
@@ -105,7 +106,7 @@ def _sized(name: str, layers: int | None, ggml_type: str | None) -> Shape:
 
 def _typed(plans: list[TensorPlan], shape: Shape) -> list[TypedPlan]:
     """Choose the type of each tensor."""
-    return [TypedPlan(plan, type_id("f32") if plan.exact else _fitting(_wanted(plan, shape), plan.ne[0])) for plan in plans]
+    return [TypedPlan(plan, type_id("f32") if plan.exact else fitting_type(_wanted(plan, shape), plan.ne[0])) for plan in plans]
 
 
 def _wanted(plan: TensorPlan, shape: Shape) -> str:
@@ -113,14 +114,6 @@ def _wanted(plan: TensorPlan, shape: Shape) -> str:
         return shape.ggml_type
     others, down = shape.expert_types[plan.layer % len(shape.expert_types)]
     return down if "_down_" in plan.name else others
-
-
-def _fitting(name: str, row_elements: int) -> int:
-    for candidate in (name, "q8_0", "f16"):
-        number = type_id(candidate)
-        if row_elements % block_elements(number) == 0:
-            return number
-    raise AssertionError("one element is a block of f16")
 
 
 def _keys(name: str, shape: Shape, vocabulary: Vocabulary) -> dict[str, Value]:
@@ -168,13 +161,8 @@ def _parts(tensors: list[TypedPlan], n: int) -> list[list[TypedPlan]]:
 
 
 def _check_target(out: Path, files: list[_File], force: bool) -> None:
-    if not out.parent.is_dir():
-        raise UsageError(f"{out}: the folder {out.parent} does not exist")
     for file in files:
-        if file.path.is_dir():
-            raise UsageError(f"{file.path}: is a directory; name a file in it")
-        if file.path.exists() and not force:
-            raise UsageError(f"{file.path}: exists already; choose another name, or replace it with --force")
+        check_target(file.path, force=force)
     needed = sum(file.data_bytes + _HEADER_SLACK for file in files)
     free = shutil.disk_usage(out.parent).free
     if needed > free:
