@@ -1,0 +1,129 @@
+"""Draw a study: coverage per layer and over training, slots against coverage, the threshold against the margins.
+
+In: the cells' results and their spec. Out: pictures. matplotlib is an extra (``pip install 'moetriage[plot]'``) and imported only here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moetriage.errors import UsageError
+from moetriage.study.spec import StudySpec
+from moetriage.study.summary import CAPSEL, METRICS
+
+Row = dict[str, Any]
+Cells = dict[str, list[Row]]
+
+# Okabe and Ito's colours, which people with colour blindness can tell apart; what is no core condition is dashed.
+_COLOURS = ("#999999", "#56B4E9", "#E69F00", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#E69F00")
+_QUANTILE_NAMES = ("5 %", "25 %", "median", "75 %", "95 %")
+
+
+def check_matplotlib() -> None:
+    """Raise UsageError if the extra is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UsageError("plots need matplotlib: pip install 'moetriage[plot]', or leave them out with --no-plots") from error
+
+
+def draw(spec: StudySpec, threshold: float, cells: Sequence[Row], folder: Path) -> list[str]:
+    """Write the pictures into ``folder`` and return their names; none without a result. Raises UsageError without matplotlib."""
+    check_matplotlib()
+    groups = {c.name: [cell for cell in cells if cell["condition"] == c.name] for c in spec.conditions}
+    groups = {name: group for name, group in groups.items() if group}
+    if not groups:
+        return []
+    styles = {c.name: {"color": _COLOURS[i % len(_COLOURS)], "linestyle": "-" if c.core else "--"} for i, c in enumerate(spec.conditions)}
+    pictures: dict[str, Callable[[Any], None]] = {
+        "coverage_by_layer.svg": lambda axes: _by_layer(axes, groups, styles),
+        "coverage_over_training.svg": lambda axes: _over_training(axes, groups, styles),
+        "slots_against_coverage.svg": lambda axes: _slots(axes, groups, styles),
+        "threshold_against_margins.svg": lambda axes: _margins(axes, groups, threshold),
+    }
+    for name, paint in pictures.items():
+        _save(paint, folder / name)
+    return list(pictures)
+
+
+def _save(paint: Callable[[Any], None], path: Path) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # Names in the file come from this salt instead of random numbers, so that the same results give the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "moetriage"}):
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        axes = figure.subplots()
+        paint(axes)
+        axes.grid(alpha=0.3)
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean over seeds, element by element."""
+    return [statistics.fmean(column) for column in zip(*rows, strict=True)]
+
+
+def _by_layer(axes: Any, groups: Cells, styles: dict[str, Any]) -> None:
+    for name, group in groups.items():
+        shares = [
+            [100 * u / v for u, v in zip(*(cell["final"]["by_layer"][k] for k in ("uncovered", "visits")), strict=True)] for cell in group
+        ]
+        axes.plot(range(len(shares[0])), _mean(shares), marker="o", label=name, **styles[name])
+    axes.set(xlabel="layer", ylabel="token visits without an expert, % (held-out, mean over seeds)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_title("Which layers leave tokens without an expert?")
+    axes.legend(fontsize=8)
+
+
+def _over_training(axes: Any, groups: Cells, styles: dict[str, Any]) -> None:
+    for name, group in groups.items():
+        curves = [[100 * value for value in cell["training"]["uncovered_fraction"]] for cell in group]
+        axes.plot(group[0]["training"]["step"], _mean(curves), label=name, **styles[name])
+    axes.set(xlabel="step", ylabel="token visits without an expert, % (training, mean over seeds)", ylim=(0, None))
+    axes.set_title("How coverage develops")
+    axes.legend(fontsize=8)
+
+
+def _slots(axes: Any, groups: Cells, styles: dict[str, Any]) -> None:
+    for name, group in groups.items():
+        colour = styles[name]["color"]
+        uncovered = [100 * _number("uncovered_fraction", cell) for cell in group]
+        for kind, face in (("requested_slots", "none"), ("accepted_slots", colour)):
+            slots = [_number(kind, cell) / cell["final"]["visits"] for cell in group]
+            label = name if kind == "accepted_slots" else None
+            axes.scatter(
+                slots, uncovered, facecolors=face, edgecolors=colour, label=label, marker="o" if styles[name]["linestyle"] == "-" else "s"
+            )
+    axes.set(xlabel="slots a token visit: requested (hollow), accepted (filled)", ylabel="token visits without an expert, %")
+    axes.set_title("What coverage costs (one mark a seed)")
+    axes.legend(fontsize=8)
+
+
+def _number(metric: str, cell: Row) -> float:
+    value = METRICS[metric](cell)
+    assert value is not None
+    return value
+
+
+def _margins(axes: Any, groups: Cells, threshold: float) -> None:
+    """Draw the margins' quantiles of the condition whose threshold is fixed, and what the one that follows them used."""
+    name = next(n for n in (CAPSEL, *groups) if n in groups)
+    training = [cell["training"] for cell in groups[name]]
+    steps = training[0]["step"]
+    low, quarter, median, three, high = (_mean([[q[i] for q in t["margin_quantiles"]] for t in training]) for i in range(5))
+    axes.fill_between(
+        steps, low, high, color="#0072B2", alpha=0.12, label=f"margins of {name}: {_QUANTILE_NAMES[0]} to {_QUANTILE_NAMES[4]}"
+    )
+    axes.fill_between(steps, quarter, three, color="#0072B2", alpha=0.25, label=f"{_QUANTILE_NAMES[1]} to {_QUANTILE_NAMES[3]}")
+    axes.plot(steps, median, color="#0072B2", label=_QUANTILE_NAMES[2])
+    axes.axhline(threshold, color="black", linestyle="--", label=f"fixed threshold {threshold:.5f}")
+    online = groups.get("capsel2-online@1.25")
+    if online:
+        axes.plot(steps, _mean([cell["training"]["threshold"] for cell in online]), color="#D55E00", label="threshold of capsel2-online")
+    axes.set(xlabel="step", ylabel="difference of the two best router probabilities", yscale="log")
+    axes.set_title("Does the threshold still mean what it meant at the start?")
+    axes.legend(fontsize=8)
