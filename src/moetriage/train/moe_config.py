@@ -15,8 +15,6 @@ from moetriage.errors import UsageError
 
 #: Every token reaches all its top_k experts; no capacity, no plan.
 DROPLESS = "dropless"
-#: Policies with a threshold that decides which served tokens ask for a second expert.
-THRESHOLD_POLICIES = ("capsel2", "primary+optional", "capsel2-online", "capsel2-causal", "augment")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class MoEConfig:
     top_k: experts of a token when dropless, 1 to num_experts; admission policies look at the two best and need it to be 2.
     capacity_factor: phi of capacity = ceil(phi * N / E); for admission policies only, where it is required.
     eval_capacity_factor: phi in evaluation mode; None is the training one.
-    margin_threshold: a token whose two best probabilities lie this close asks for both; for the policies in ``THRESHOLD_POLICIES``.
+    margin_threshold: a token whose two best probabilities lie this close asks for both; for ``admission.THRESHOLD_POLICIES``.
     activation: "swiglu" (gate, up and down matrices) or "gelu" (two matrices). bias: biases in the experts, "gelu" only.
     load_balance_weight, z_loss_weight: factors of the auxiliary losses; 0 leaves the loss out.
     loss_free_bias_rate: step of the selection bias that balances the load without a loss, dropless only; 0 leaves it out.
@@ -105,7 +103,7 @@ class MoEConfig:
         self._validate_capacity_and_threshold()
 
     def _validate_capacity_and_threshold(self) -> None:
-        from moetriage.train.admission import capacity
+        from moetriage.train.admission import THRESHOLD_POLICIES, capacity
 
         for factor in (self.capacity_factor, self.eval_capacity_factor):
             if factor is not None:

@@ -1,0 +1,150 @@
+"""The MoE layer: router -> plan -> dispatch -> experts -> combine, as one module that returns everything and stores nothing.
+
+In: hidden states and a mask. Out: ``MoEOutput`` (the branch's values, the plan, auxiliary losses, counts). Knows nothing of the residual
+around it, of optimizers or logging. As nothing is kept between calls, a recompute under activation checkpointing counts nothing twice,
+and with the same input it makes the same plan.
+
+Legend: B sequences of S positions, T = B * S tokens, E experts, K choices, C capacity, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moetriage.errors import UsageError
+from moetriage.train import expert_loop
+from moetriage.train.admission import THRESHOLD_POLICIES, Plan, admit, capacity
+from moetriage.train.dispatch import combine, gather, padded_slots, sorted_slots
+from moetriage.train.experts import Experts
+from moetriage.train.losses import load_balancing_loss, z_loss
+from moetriage.train.metrics import RoutingStats, stats_of_choices, stats_of_plan
+from moetriage.train.moe_config import MoEConfig
+from moetriage.train.router import Router, Routing, gates_of
+
+
+@dataclass(frozen=True)
+class MoEOutput:
+    """What one call of an MoE layer returns.
+
+    y_BSD: the branch's values, of the dtype a linear layer would give; exactly 0 for tokens that no expert served, and masked ones.
+    plan: who was admitted where; None when dropless. losses: the auxiliary losses that are on ("load_balance", "z"), each times its
+    weight, to be added to the loss. stats: counts of this call.
+    """
+
+    y_BSD: Tensor
+    plan: Plan | None
+    losses: dict[str, Tensor]
+    stats: RoutingStats
+
+
+class MoELayer(nn.Module):
+    """Replace a feed-forward branch by E experts, of which each token gets those that its policy grants.
+
+    ``threshold`` (float32, a buffer; policies with an optional pass only) is read by each call and changed by nobody but the caller:
+    with capsel2-online the training loop sets it after each step.
+    """
+
+    threshold: Tensor | None
+
+    def __init__(self, config: MoEConfig, layer: int = 0) -> None:
+        """layer: number of the layer, for messages. Raises UsageError if the settings are wrong."""
+        super().__init__()
+        config.validate()
+        self.config = config
+        biased = config.loss_free_bias_rate > 0
+        self.router = Router(config.d_model, config.num_experts, layer=layer, selection_bias=biased, check_finite=config.check_finite)
+        self.experts = Experts(config.num_experts, config.d_model, config.d_expert, config.activation, bias=config.bias)
+        has_threshold = config.policy in THRESHOLD_POLICIES
+        self.register_buffer("threshold", torch.tensor(config.margin_threshold, dtype=torch.float32) if has_threshold else None)
+
+    def forward(self, x_BSD: Tensor, mask_BS: Tensor | None = None, *, drop_free: bool = False) -> MoEOutput:
+        """Run the branch. mask_BS: bool, True = a real token; the others take no capacity, count nowhere and get 0, whatever they hold.
+
+        drop_free: give every token the experts that its policy asks for, as if capacity had no end (admission looks at later tokens of a
+        batch, so a loss without drops belongs beside one with them). Raises UsageError for a wrong shape, and for NaN or inf in the router.
+        """
+        self._check(x_BSD, mask_BS)
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        mask_T = None if mask_BS is None else mask_BS.reshape(-1)
+        if mask_T is not None:
+            x_TD = x_TD.masked_fill(~mask_T[:, None], 0)  # also keeps NaN in padding out of every gradient
+        routing = self.router(x_TD, x_BSD.shape[1])
+        if self.config.dropless:
+            expert_TK = self.router.choose(routing.probs_TE, self.config.top_k)
+            losses = self._losses(routing, expert_TK, mask_T)
+            granted_TK = expert_TK if mask_T is None else expert_TK.masked_fill(~mask_T[:, None], -1)
+            y_TD = self._dropless(x_TD, routing, granted_TK)
+            plan, stats = None, stats_of_choices(granted_TK, self.config.num_experts)
+        else:
+            plan = self._admit(routing, mask_T, x_BSD.shape[1], drop_free=drop_free)
+            losses = self._losses(routing, self.router.choose(routing.probs_TE, 1), mask_T)
+            y_TD = self._dropless(x_TD, routing, plan.expert_TK) if drop_free else self._padded(x_TD, routing, plan)
+            stats = stats_of_plan(plan, self.config.num_experts, self.threshold)
+        return MoEOutput(y_TD.view(*x_BSD.shape[:-1], -1), plan, losses, stats)
+
+    def _check(self, x_BSD: Tensor, mask_BS: Tensor | None) -> None:
+        if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.config.d_model:
+            raise UsageError(f"input of shape {tuple(x_BSD.shape)}: the layer takes (sequences, positions, {self.config.d_model})")
+        if mask_BS is not None and (mask_BS.shape != x_BSD.shape[:2] or mask_BS.dtype != torch.bool):
+            raise UsageError(f"mask of shape {tuple(mask_BS.shape)}, {mask_BS.dtype}: must be bool, {tuple(x_BSD.shape[:2])}")
+
+    def _admit(self, routing: Routing, mask_T: Tensor | None, sequence_length: int, *, drop_free: bool) -> Plan:
+        n_tokens, num_experts = routing.probs_TE.shape
+        if mask_T is not None:
+            n_tokens = int(mask_T.sum())  # shapes depend on it: the one place that waits for the device
+        factor = self.config.capacity_factor
+        if not self.training and self.config.eval_capacity_factor is not None:
+            factor = self.config.eval_capacity_factor
+        assert factor is not None
+        return admit(
+            routing.probs_TE,
+            self.config.policy,
+            capacity=n_tokens if drop_free else capacity(factor, n_tokens, num_experts),
+            margin_threshold=self.threshold,
+            mask_T=mask_T,
+            sequence_length=sequence_length,
+            check_values=False,  # the router has looked
+        )
+
+    def _padded(self, x_TD: Tensor, routing: Routing, plan: Plan) -> Tensor:
+        """Run the experts on buffers of ``capacity`` rows, one bmm a matrix."""
+        num_experts = self.config.num_experts
+        # No expert can get more than all tokens; one row at least keeps the graph whole where there is no capacity at all.
+        room = max(1, min(plan.capacity, len(x_TD)))
+        slots = padded_slots(plan.expert_TK, plan.slot_TK, num_experts, room)
+        gates_TK = gates_of(routing.probs_TE, plan.expert_TK, renormalise=self.config.renormalise)
+        x_ECD = gather(_cast(x_TD), slots).view(num_experts, room, -1)
+        return combine(self.experts.padded(x_ECD).flatten(0, 1), gates_TK, slots)
+
+    def _dropless(self, x_TD: Tensor, routing: Routing, expert_TK: Tensor) -> Tensor:
+        """Run each expert on as many rows as it was given; -1 in ``expert_TK`` is nothing."""
+        slots, load_E = sorted_slots(expert_TK, self.config.num_experts)
+        gates_TK = gates_of(routing.probs_TE, expert_TK, renormalise=self.config.renormalise)
+        x_TD = _cast(x_TD)
+        if _use_grouped(x_TD, self.config):
+            return combine(self.experts.grouped(gather(x_TD, slots), load_E), gates_TK, slots)
+        return expert_loop.run(self.experts, x_TD, gates_TK, slots, load_E)
+
+    def _losses(self, routing: Routing, expert_TK: Tensor, mask_T: Tensor | None) -> dict[str, Tensor]:
+        losses = {}
+        if self.config.load_balance_weight:
+            losses["load_balance"] = self.config.load_balance_weight * load_balancing_loss(routing.probs_TE, expert_TK, mask_T)
+        if self.config.z_loss_weight:
+            losses["z"] = self.config.z_loss_weight * z_loss(routing.logits_TE, mask_T)
+        return losses
+
+
+def _cast(x_TD: Tensor) -> Tensor:
+    """Return x as autocast would give it to a matrix product, once for all experts."""
+    device = x_TD.device.type
+    return x_TD.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x_TD
+
+
+def _use_grouped(x_TD: Tensor, config: MoEConfig) -> bool:
+    """Say whether F.grouped_mm runs this: compiled or off the CPU, on types it has and strides of whole 16 bytes."""
+    fits = x_TD.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    aligned = all(width * x_TD.element_size() % 16 == 0 for width in (config.d_model, config.d_expert))
+    return fits and aligned and (x_TD.device.type != "cpu" or torch.compiler.is_compiling())
