@@ -22,12 +22,13 @@ def load_balancing_loss(probs_TE: Tensor, expert_TK: Tensor, mask_T: Tensor | No
     num_experts = probs_TE.shape[1]
     weight_T = _weights(probs_TE, mask_T)
     chosen_E = probs_TE.new_zeros(num_experts).scatter_add(0, expert_TK.flatten(), weight_T.repeat_interleave(expert_TK.shape[1]))
-    return num_experts * torch.dot(chosen_E / expert_TK.shape[1], weight_T @ probs_TE)
+    # No matrix product: autocast would round the probabilities to 16 bits.
+    return num_experts * (chosen_E / expert_TK.shape[1] * (weight_T[:, None] * probs_TE).sum(dim=0)).sum()
 
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """Return the mean of logsumexp(logits)**2 over the real tokens, which keeps logits small; 0 without tokens."""
-    return torch.dot(_weights(logits_TE, mask_T), logits_TE.logsumexp(dim=1).square())
+    return (_weights(logits_TE, mask_T) * logits_TE.logsumexp(dim=1).square()).sum()
 
 
 def loss_free_bias_update(expert_load_E: Tensor, rate: float) -> Tensor:
