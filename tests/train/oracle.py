@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 PRIMARY, RESCUE, OPTIONAL = 1, 2, 3
 
@@ -97,9 +98,40 @@ def rescue(tokens: list[Token], buffers: Buffers) -> None:
 
 
 def optional(tokens: list[Token], buffers: Buffers, threshold: float) -> None:
-    unsure = [t for t in tokens if len(t.experts) > 1 and served(t) and t.slots[1] < 0 and t.margin <= threshold]
+    unsure = [t for t in tokens if len(t.experts) > 1 and t.passes[0] == PRIMARY and t.margin <= threshold]
     for token in in_order(unsure, by_margin):
         buffers.ask(token, 1, OPTIONAL)
+
+
+def augment(tokens: list[Token], buffers: Buffers) -> None:
+    for choice in (0, 1):
+        waiting: dict[int, list[Token]] = {}
+        for token in in_order((t for t in tokens if len(t.experts) > 1 and t.slots == [-1, -1]), (by_first, by_second)[choice]):
+            waiting.setdefault(token.experts[choice], []).append(token)
+        for mover in in_order((t for t in tokens if len(t.experts) > 1 and served(t) and t.slots[1] < 0), by_margin):
+            source, target = mover.experts
+            if waiting.get(source) and buffers.load[target] < buffers.capacity:
+                placed = waiting[source].pop(0)
+                placed.slots[choice], placed.passes[choice] = mover.slots[0], RESCUE
+                mover.slots, mover.passes = [-1, buffers.load[target]], [0, PRIMARY]
+                buffers.load[target] += 1
+                buffers.accepted[RESCUE - 1] += 1
+
+
+def causal(tokens: list[Token], buffers: Buffers, threshold: float, length: int) -> None:
+    named = [0] * len(buffers.load)
+    for token in sorted(tokens, key=lambda t: (t.index % length, t.index // length)):
+        first, unsure = token.experts[0], len(token.experts) > 1 and token.margin <= threshold
+        buffers.ask(token, 0, PRIMARY)
+        named[first] += 1
+        if len(token.experts) > 1:
+            second = token.experts[1]
+            share = Fraction(buffers.capacity * (token.index % length + 1), length)
+            if not served(token):
+                buffers.ask(token, 1, RESCUE)
+            elif unsure:
+                buffers.ask(token, 1, OPTIONAL, admitted=named[second] < share)
+            named[second] += unsure
 
 
 def admit(
@@ -109,10 +141,13 @@ def admit(
     capacity: int,
     threshold: float,
     mask: Sequence[bool],
+    length: int = 1,
 ) -> tuple[list[Token], Buffers]:
-    """Return the unmasked tokens with what they were granted, and the counts."""
+    """Return the unmasked tokens with what they were granted, and the counts. ``length`` is that of the sequences (causal alone)."""
     tokens, buffers, threshold = two_best(rows, mask), Buffers(num_experts, capacity), float32(threshold)
-    if policy in ("top1", "top2"):
+    if policy == "capsel2-causal":
+        causal(tokens, buffers, threshold, length)
+    elif policy in ("top1", "top2"):
         one_choice(tokens, buffers, by_position)
         if policy == "top2":
             every_second(tokens, buffers, by_position)
@@ -124,6 +159,8 @@ def admit(
         one_choice(tokens, buffers, by_first)
         if policy != "primary+optional":
             rescue(tokens, buffers)
+        if policy == "augment":
+            augment(tokens, buffers)
         if policy != "primary+rescue":
             optional(tokens, buffers, threshold)
     return tokens, buffers

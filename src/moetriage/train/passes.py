@@ -1,37 +1,48 @@
-"""The two best experts of each token, and one pass of requests for room in the experts: what every admission policy is made of.
+"""The two best experts of each token, and queues before the experts: what every admission policy is made of.
 
 Comes in: router probabilities. Goes out: choices, and for each request the slot it was given. Deliberately unknown here: which passes a
-policy has and in which order. Everything has a fixed shape, synchronises with no host and loops over neither tokens nor experts.
+policy has and in which order. Everything has a fixed shape, waits for no device and loops over neither tokens nor experts. Ranks within
+experts come from one stable sort of integers; GShard (Lepikhin et al. 2020, algorithm 1) has them from sums over one-hot matrices.
 
-Legend: T tokens, E experts, K = 2 choices.
+Legend: T tokens, R requests (a queue's entries), E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-#: Bits of the largest finite float32; above every finite priority.
-_LARGEST_BITS = 0x7F7FFFFF
+#: float32 that are not negative, read as integers, need so many bits.
+SCORE_BITS = 31
+_LARGEST_FINITE = 0x7F7FFFFF
 
 
 @dataclass(frozen=True)
 class Choices:
     """Whom each token may ask.
 
-    expert_TK: (T, 2) int64, the best expert and the best of the rest; ties go to the lower index. With one expert the second is 0, too.
-    score_TK: (T, 2) float32, their probabilities; 0 where there is no choice or the token is masked.
-    margin_T: (T,) float32, their difference; infinite where the token is masked.
-    asks_TK: (T, 2) bool, False where the token is masked or there is no such expert.
+    first_T, second_T: int64, the best expert and the best of the rest; ties go to the lower index. With one expert the second is 0, too.
+    best_T, rest_T: float32, their probabilities; 0 where there is no such choice or the token is masked.
+    margin_T: float32, their difference; infinite where the token is masked.
+    asks_T, asks_second_T: bool, False where the token is masked, or there is no second expert.
     """
 
-    expert_TK: Tensor
-    score_TK: Tensor
+    first_T: Tensor
+    second_T: Tensor
+    best_T: Tensor
+    rest_T: Tensor
     margin_T: Tensor
-    asks_TK: Tensor
+    asks_T: Tensor
+    asks_second_T: Tensor
     num_experts: int
+
+    def no_load(self) -> Tensor:
+        """Return (E,) zeros: the load of empty buffers."""
+        return self.first_T.new_zeros(self.num_experts)
 
 
 def two_best(probs_TE: Tensor, mask_T: Tensor | None) -> Choices:
@@ -41,42 +52,71 @@ def two_best(probs_TE: Tensor, mask_T: Tensor | None) -> Choices:
     # 16-bit values become float32 without loss and in the same order: converting the two best alone says the same.
     if probs_TE.dtype not in (torch.bfloat16, torch.float16):
         probs_TE = probs_TE.float()
+    # Two maxima: sorting the rows takes several times as long, and topk leaves ties open.
     best_T, first_T = probs_TE.max(dim=1)
     rest_T, second_T = probs_TE.scatter(1, first_T[:, None], -1.0).max(dim=1)
-    expert_TK = torch.stack((first_T, second_T), 1)
-    asks_TK = torch.ones_like(expert_TK, dtype=torch.bool) if mask_T is None else mask_T[:, None].expand(n_tokens, 2).clone()
+    asks_T = torch.ones(n_tokens, dtype=torch.bool, device=probs_TE.device) if mask_T is None else mask_T
+    asks_second_T = asks_T
+    best_T, rest_T = best_T.float(), rest_T.float()
     if num_experts == 1:
-        asks_TK[:, 1] = False
-    score_TK = torch.stack((best_T, rest_T), 1).float().masked_fill(~asks_TK, 0.0)
-    margin_T = score_TK[:, 0] - score_TK[:, 1]
-    if mask_T is not None:
-        margin_T = margin_T.masked_fill(~mask_T, torch.inf)
-    return Choices(expert_TK, score_TK, margin_T, asks_TK, num_experts)
+        rest_T, asks_second_T = torch.zeros_like(rest_T), torch.zeros_like(asks_T)
+    margin_T = best_T - rest_T
+    if mask_T is not None:  # also hides NaN at padding, which is nobody's fault
+        best_T, rest_T, margin_T = (x.masked_fill(~mask_T, fill) for x, fill in ((best_T, 0.0), (rest_T, 0.0), (margin_T, torch.inf)))
+    return Choices(first_T, second_T, best_T, rest_T, margin_T, asks_T, asks_second_T, num_experts)
 
 
 def smallest_first(value_T: Tensor) -> Tensor:
-    """Return int64 in 0..2**31 that order like these float32 values >= 0, infinity included."""
+    """Return int64 from 0 below 2**31 that order like these float32 values >= 0, infinity included."""
     # The bits of floats that are not negative order like integers; abs makes -0.0 equal to 0.0.
     return value_T.abs().view(torch.int32).long()
 
 
 def largest_first(value_T: Tensor) -> Tensor:
-    """Return int64 >= 0 that order finite float32 values >= 0 from the largest down."""
-    return _LARGEST_BITS - smallest_first(value_T)
+    """Return int64 from 0 below 2**31 that order finite float32 values >= 0 from the largest down."""
+    return _LARGEST_FINITE - smallest_first(value_T)
 
 
-def grant(expert_T: Tensor, asks_T: Tensor, priority_T: Tensor, load_E: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Let the requests ``asks_T`` take what room is left, those of low ``priority_T`` (then of low index) first.
+@dataclass(frozen=True)
+class Queue:
+    """Requests in front of the experts, in the order in which they are heard.
 
-    Returns the slot each was given, -1 for none, and the new load per expert: (T,) and (E,) int64.
+    expert_R: the expert of each request. order_R: requests by (expert, priority, index). start_E: (E + 1,), where each expert's begin in it.
     """
-    num_experts = len(load_E)
-    group_T = expert_T.masked_fill(~asks_T, num_experts)
-    key_T, order_T = torch.sort((group_T << 32) | priority_T, stable=True)
-    count_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_T.device).scatter_add(0, group_T, torch.ones_like(group_T))
-    before_E = count_E.cumsum(0) - count_E
-    before_E[:-1] -= load_E
-    slot_sorted_T = torch.arange(len(expert_T), device=expert_T.device) - before_E[key_T >> 32]
-    slot_T = torch.empty_like(slot_sorted_T).scatter(0, order_T, slot_sorted_T)
-    slot_T = slot_T.masked_fill(~asks_T | (slot_T >= capacity), -1)
-    return slot_T, (load_E + count_E[:-1]).clamp(max=capacity)
+
+    expert_R: Tensor
+    order_R: Tensor
+    start_E: Tensor
+
+    def ranks(self, asks_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Count, for each request, the ones of ``asks_R`` that its expert hears before it, and for each expert all of them."""
+        before_R = functional.pad(asks_R.index_select(0, self.order_R).cumsum(0), (1, 0))
+        before_E = before_R.index_select(0, self.start_E)
+        rank_R = torch.empty_like(self.order_R).scatter(0, self.order_R, before_R[:-1])
+        return rank_R - before_E.index_select(0, self.expert_R), before_E.diff()
+
+    def grant(self, asks_R: Tensor, load_E: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Let the requests ``asks_R`` take what room is left. Returns the slot of each, -1 for none, and the new load per expert."""
+        rank_R, count_E = self.ranks(asks_R)
+        slot_R = rank_R + load_E.index_select(0, self.expert_R)
+        return torch.where(asks_R & (slot_R < capacity), slot_R, -1), (load_E + count_E).clamp(max=capacity)
+
+
+def queues(requests: Sequence[tuple[Tensor, Tensor]], num_experts: int, priority_bits: int) -> list[Queue]:
+    """Build a queue of each (expert_R, priority_R), low priorities first; priorities are int64 from 0 below 2**priority_bits.
+
+    One sort makes them all: three of 16,384 requests take three times as long, as torch sorts by radix from 32,768 integers on.
+    """
+    length, device = len(requests[0][0]), requests[0][0].device
+    groups = len(requests) * num_experts
+    # Groups in the upper bits, in the shortest type: a radix sort makes a pass for each byte of it.
+    bits = groups.bit_length() + priority_bits
+    dtype = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64
+    keys = [((i * num_experts + expert_R) << priority_bits) + priority_R for i, (expert_R, priority_R) in enumerate(requests)]
+    key_R, order_R = torch.cat(keys).to(dtype).sort(stable=True)
+    start_E = torch.searchsorted(key_R, torch.arange(groups + 1, device=device).to(dtype) << priority_bits)
+    made = []
+    for i, (expert_R, _) in enumerate(requests):
+        order, start = order_R[i * length : (i + 1) * length], start_E[i * num_experts : (i + 1) * num_experts + 1]
+        made.append(Queue(expert_R, order - i * length, start - i * length) if i else Queue(expert_R, order, start))
+    return made

@@ -1,0 +1,94 @@
+"""One-step augmenting rescue: an admitted token moves to its free second choice, and one without any expert takes its place.
+
+Comes in: queues and the slots after the primary and the rescue pass. Goes out: new slots. Deliberately unknown here: the optional pass.
+It is one step of an augmenting path (as in maximum flow; optimum.py follows them to the end), taken greedily, cheapest movers first.
+
+Legend: T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moetriage.train.fixpoint import fixpoint
+from moetriage.train.passes import Choices, Queue
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The four orders that moving needs: tokens before their first or second choice, by the score asked with or by smallest margin."""
+
+    first_by_score: Queue
+    second_by_score: Queue
+    first_by_margin: Queue
+    second_by_margin: Queue
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Slots granted so far, (T,) int64, -1 for none; and the load of each expert, (E,) int64."""
+
+    first_T: Tensor
+    second_T: Tensor
+    load_E: Tensor
+
+
+def augment(choices: Choices, lines: Lines, slots: Slots, capacity: int) -> Slots:
+    """Make room for tokens without an expert: at their first choices, then, for those still without, at their second ones.
+
+    Per round, movers are tried from the smallest margin up (then the lowest index). One moves if some token still waits for its expert and
+    its second choice has room. Freed places go to the waiting in the order of the score they ask with.
+    """
+    for waits_at_first in (True, False):
+        waiting_T = choices.asks_second_T & (slots.first_T < 0) & (slots.second_T < 0)
+        line = lines.first_by_score if waits_at_first else lines.second_by_score
+        rank_T, waiting_E = line.ranks(waiting_T)
+        moving_T = _movers(choices, lines, slots, waiting_E, capacity - slots.load_E)
+        taken_T, placed_T = _hand_over(lines.first_by_margin, slots.first_T, moving_T, line.expert_R, rank_T, waiting_T)
+        target_rank_T, moved_in_E = lines.second_by_margin.ranks(moving_T)
+        moved_slot_T = slots.load_E.index_select(0, choices.second_T) + target_rank_T
+        first_T = torch.where(moving_T, -1, slots.first_T)
+        second_T = torch.where(moving_T, moved_slot_T, slots.second_T)
+        if waits_at_first:
+            first_T = torch.where(placed_T, taken_T, first_T)
+        else:
+            second_T = torch.where(placed_T, taken_T, second_T)
+        slots = Slots(first_T, second_T, slots.load_E + moved_in_E)
+    return slots
+
+
+def _movers(choices: Choices, lines: Lines, slots: Slots, wanted_E: Tensor, room_E: Tensor) -> Tensor:
+    """Return who moves, (T,) bool: the greedy choice from the smallest margin up, at most ``wanted_E`` from and ``room_E`` to an expert.
+
+    Rounds instead of a loop over tokens: who is early enough in both lines even if all before it move, moves; who comes after enough sure
+    movers in either line does not. The first undecided token is always decided, so nothing undecided is left when nothing changes.
+    """
+    wanted_T, room_T = wanted_E.index_select(0, choices.first_T), room_E.index_select(0, choices.second_T)
+
+    def fits(movers_T: Tensor) -> Tensor:
+        from_rank_T, _ = lines.first_by_margin.ranks(movers_T)
+        to_rank_T, _ = lines.second_by_margin.ranks(movers_T)
+        return (from_rank_T < wanted_T) & (to_rank_T < room_T)
+
+    def still_possible(possible_T: Tensor) -> Tensor:
+        return possible_T & fits(possible_T & fits(possible_T))
+
+    served_by_first_T = choices.asks_second_T & (slots.first_T >= 0) & (slots.second_T < 0)
+    return fixpoint(still_possible, served_by_first_T & (wanted_T > 0) & (room_T > 0))
+
+
+def _hand_over(
+    from_line: Queue, slot_T: Tensor, moving_T: Tensor, waits_at_T: Tensor, rank_T: Tensor, waiting_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Give the place of each expert's n-th mover to the n-th token that waits for it. Returns (slot, whether there is one), each (T,)."""
+    freed_rank_T, freed_E = from_line.ranks(moving_T)
+    n_tokens = len(slot_T)
+    # An expert's movers fit between its start in the queue and the next one's; whoever stays writes to a cell that is never read.
+    cell_T = torch.where(moving_T, from_line.start_E.index_select(0, from_line.expert_R) + freed_rank_T, n_tokens)
+    freed_slot_T = slot_T.new_zeros(n_tokens + 1).scatter(0, cell_T, slot_T)
+    placed_T = waiting_T & (rank_T < freed_E.index_select(0, waits_at_T))
+    cell_T = torch.where(placed_T, from_line.start_E.index_select(0, waits_at_T) + rank_T, n_tokens)
+    return freed_slot_T.index_select(0, cell_T), placed_T
