@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moetriage import Llama, ModelFileError, StreamConfig
 from moetriage.gguf.synth import write_model
+from moetriage.stream.page_cache import resident_bytes
 
 PAGE = 4096
 #: stdio may read ahead into an expert tensor once for each tensor before it.
@@ -44,6 +48,18 @@ def test_loading_reads_and_commits_no_expert(tmp_path: Path, split: int, dense_w
     used = sum(resident_pages(source.address(expert.span.name), expert.span.nbytes) for expert in layout.experts)
     assert used > 0, "the probe can see experts that are there"
     llm.close()
+
+
+@pytest.mark.parametrize(("config", "leaves"), [({}, True), ({"odirect": False}, False), ({"dense_weights": "mmap"}, False)])
+def test_loading_leaves_no_second_copy_of_the_dense_weights_in_the_page_cache(disk_dir: Path, config: dict[str, Any], leaves: bool) -> None:
+    """Unless the page cache is what the lanes or the mapped weights are served from."""
+    (path,) = write_model(disk_dir / "model.gguf", "tiny-qwen3moe")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # what is not written yet cannot be evicted
+        assert resident_bytes(file.fileno(), 0, size) > 0
+        with contextlib.closing(Llama(path, stream=StreamConfig(cache_mb=0, **config), n_ctx=64)):
+            assert (resident_bytes(file.fileno(), 0, size) < size // 10) == leaves  # a few pages are compared with direct reads
 
 
 def test_a_cache_gives_evicted_memory_back(tiny: Callable[[str], Path]) -> None:

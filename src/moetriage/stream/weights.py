@@ -6,6 +6,7 @@ Knows files, tensors and budgets; knows nothing of evaluations. What it leans on
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,18 @@ class Weights:
                     self.source.map_dense([_place(span) for span in self.layout.dense])
             except RuntimeError as error:
                 raise ModelFileError(shards[0], str(error)) from error
+        if self.config.odirect and not skip_dense:
+            self._leave_page_cache()
         return model
+
+    def _leave_page_cache(self) -> None:
+        """Give back what loading read through the page cache: it is in memory of our own now, and experts are read past the cache.
+
+        Measured on a 17 GB file: 1.4 GB, with what the kernel read ahead, that a memory cgroup would count as ours.
+        """
+        for path in self.layout.paths:
+            with path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _placements(self) -> list[tuple[str, int]]:
         """Send expert tensors to our reserved memory and everything else to memory of ours too, where llama.cpp repacks nothing."""
