@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from moetriage import __version__
-from moetriage.cli import chat, demo, model, replay, run, terminal
+from moetriage.cli import chat, data, demo, model, replay, run, terminal
 from moetriage.errors import MoetriageError
 
 INTERRUPTED = 130
@@ -28,6 +28,7 @@ app.command("iobench")(model.iobench)
 app.command("synth")(model.synth)
 app.command("demo")(demo.demo)
 app.command("replay")(replay.replay)
+app.add_typer(data.app, name="data")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,130 @@
+"""Batches of token ids: a folder that ``moetriage data build`` wrote in, arrays out, each determined by seed and step alone.
+
+Every epoch cuts the training ids into sequences at another offset and shuffles them, so that each is seen once an epoch; any step's batch
+can be had without those before it, which is what resuming needs. Needs no torch.
+
+Legend: B sequences, S positions.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moetriage.errors import UsageError
+from moetriage.train.data_build import FORMAT, MANIFEST
+from moetriage.train.shards import TokenStream, verify
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and held-out ids with the manifest that says where they come from."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @cached_property
+    def train(self) -> TokenStream:
+        return TokenStream(self.folder, self.manifest["train"]["shards"])
+
+    @cached_property
+    def heldout(self) -> TokenStream:
+        return TokenStream(self.folder, self.manifest["heldout"]["shards"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / str(self.manifest["tokenizer"]["file"])
+
+    @property
+    def heldout_text(self) -> bytes:
+        """The held-out files themselves, one behind the other."""
+        return (self.folder / str(self.manifest["heldout"]["text"]["file"])).read_bytes()
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the training ids and the tokenizer, shortened: what a run was trained on."""
+        import hashlib
+
+        parts = [self.manifest["tokenizer"]["sha256"], *(shard["sha256"] for shard in self.manifest["train"]["shards"])]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+    def verify(self) -> None:
+        """Compare all shards with the manifest; raises UsageError for one that was changed."""
+        verify(self.folder, [*self.manifest["train"]["shards"], *self.manifest["heldout"]["shards"]])
+
+
+def open_data(folder: Path) -> Data:
+    """Open what ``moetriage data build`` wrote. Raises UsageError, with the path, if it is missing, damaged or of another version."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{folder}: no data there ({MANIFEST} is missing); moetriage data build {folder} makes some") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: is no JSON: {error}; build the data again") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UsageError(f"{path}: is not in format {FORMAT}, the one this version reads; build the data again")
+    data = Data(folder, manifest)
+    assert len(data.train) + len(data.heldout) >= 0  # opens the shards, which raises where one is damaged
+    return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Batches of a stream. ``batch`` and ``context`` are B and S; ``seed`` determines order and offsets."""
+
+    stream: TokenStream
+    batch: int
+    context: int
+    seed: int
+
+    def validate(self) -> None:
+        """Raise UsageError if the stream is too short for a single batch."""
+        if self.batch < 1 or self.context < 1:
+            raise UsageError(f"--batch {self.batch}, --context {self.context}: must be at least 1")
+        if self.per_epoch < self.batch:
+            raise UsageError(
+                f"corpus too small: {len(self.stream)} training tokens do not make a batch of {self.batch} sequences of {self.context}; "
+                "build data from more text, or give a smaller --batch or --context"
+            )
+
+    @property
+    def per_epoch(self) -> int:
+        """Sequences of an epoch: the same number whatever the offset."""
+        return max(0, len(self.stream) - self.context) // self.context
+
+    def at(self, step: int) -> tuple[Ids, Ids]:
+        """Return (tokens_BS, targets_BS) of a step, int64; the targets are the tokens that follow."""
+        rows = [self._sequence(step * self.batch + row) for row in range(self.batch)]
+        both = np.stack(rows)
+        return both[:, :-1], both[:, 1:]
+
+    def epochs(self, steps: int) -> float:
+        """Return how often ``steps`` steps go through the data."""
+        return steps * self.batch / self.per_epoch
+
+    def _sequence(self, index: int) -> Ids:
+        epoch, position = divmod(index, self.per_epoch)
+        offset, order = _order(self.seed, epoch, self.context, self.per_epoch)
+        return self.stream.read(offset + int(order[position]) * self.context, self.context + 1)
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, context: int, count: int) -> tuple[int, NDArray[np.int64]]:
+    """Return an epoch's offset, 0 up to context - 1, and the order of its sequences."""
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
+    return int(generator.integers(context)), generator.permutation(count)

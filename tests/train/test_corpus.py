@@ -1,0 +1,171 @@
+"""Where texts come from, what is left out, and that nothing held out is trained on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moetriage.errors import UsageError
+from moetriage.train.corpus import Document, files_corpus, split, stdlib_corpus
+from moetriage.train.hub_corpus import dataset_corpus
+
+
+def write(root: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
+def distinct_lines(number: int) -> str:
+    return "".join(f"a line of file {number} that no other file has: {number * 1000 + line}\n" for line in range(20))
+
+
+def some_documents(count: int) -> list[Document]:
+    return [Document(f"folder/file{number}.py", distinct_lines(number)) for number in range(count)]
+
+
+def test_the_library_of_this_interpreter_is_megabytes_of_text_in_a_fixed_order() -> None:
+    corpus = stdlib_corpus()
+    names = [document.name for document in corpus.documents]
+    assert sum(document.n_bytes for document in corpus.documents) > 8_000_000
+    assert names == sorted(names)
+    assert {"argparse.py", "json/decoder.py", "pydoc_data/topics/lambda.txt"} <= set(names)
+    assert not [name for name in names if "site-packages" in name or "sysconfigdata" in name]
+    assert "Python Software Foundation License" in str(corpus.facts["licence"])
+
+
+def test_what_is_no_text_not_the_library_or_there_already_is_left_out(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "b.py": "b = 1\n",
+            "a/c.txt": "some text\n",
+            "a/copy.py": "b = 1\n",
+            "test/t.py": "assert True\n",
+            "latin.py": b"# caf\xe9\n",
+            "zeros.txt": b"a\0b",
+            "empty.py": "",
+            "data.json": "{}",
+            "site-packages/other.py": "x = 1\n",
+            "__pycache__/p.py": "x = 2\n",
+            "_sysconfigdata_linux.py": "build_time_vars = {}\n",
+            "pydoc_data/topics.py": "topics = {'if': 'The if statement\\n', 'and': 'Both\\n'}\n",
+        },
+    )
+    corpus = stdlib_corpus(root)
+    assert {document.name: document.text for document in corpus.documents} == {
+        "a/c.txt": "some text\n",
+        "a/copy.py": "b = 1\n",
+        "pydoc_data/topics/and.txt": "Both\n",
+        "pydoc_data/topics/if.txt": "The if statement\n",
+        "test/t.py": "assert True\n",
+    }
+    assert corpus.facts["duplicates_left_out"] == 1
+    assert corpus.facts["bytes_in_tests"] == len("assert True\n")
+
+
+def test_a_library_without_tests_says_so(tmp_path: Path) -> None:
+    assert stdlib_corpus(write(tmp_path, {"a.py": "a = 1\n"})).facts["bytes_in_tests"] == 0
+
+
+def test_named_files_are_taken_whatever_they_are_called_and_folders_are_searched(tmp_path: Path) -> None:
+    write(tmp_path, {"poem": "Rose\n", "more/poem": "Lily\n", "more/a.txt": "Tulip\n", "more/b.bin": "no\n"})
+    corpus = files_corpus([tmp_path / "poem", tmp_path / "more" / "poem", tmp_path / "more"])
+    assert [(document.name, document.text) for document in corpus.documents] == [
+        ("poem", "Rose\n"),
+        ("poem#2", "Lily\n"),
+        ("more/a.txt", "Tulip\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read: No such file"), (b"ok so far \xff", "is no UTF-8 text (byte 10)")],
+    ids=["none", "bytes"],
+)
+def test_a_named_file_that_is_no_text_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        files_corpus([path])
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_every_file_is_on_one_side_and_the_choice_stays_when_files_come_and_go() -> None:
+    documents = some_documents(400)
+    parts = split(documents, fraction=0.1)
+    trained, held = ({document.name for document in side} for side in (parts.train, parts.heldout))
+    assert trained | held == {document.name for document in documents}
+    assert not trained & held
+    assert 20 < len(held) < 65
+    fewer = split(documents[::2], fraction=0.1)
+    assert {document.name for document in fewer.heldout} == held & {document.name for document in documents[::2]}
+
+
+def test_a_heldout_file_that_repeats_a_training_file_is_trained_on_instead() -> None:
+    documents = some_documents(400)
+    victim = split(documents, fraction=0.1).heldout[0].name
+    source = split(documents, fraction=0.1).train[0].text
+    changed = [Document(victim, source + distinct_lines(999)[:200]) if document.name == victim else document for document in documents]
+    parts = split(changed, fraction=0.1)
+    assert parts.moved == [victim]
+    assert victim in {document.name for document in parts.train}
+    assert victim not in {document.name for document in parts.heldout}
+
+
+def test_of_two_files_one_is_held_out() -> None:
+    parts = split(some_documents(2))
+    assert len(parts.train) == len(parts.heldout) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_corpus_of_fewer_files_is_refused(count: int) -> None:
+    with pytest.raises(UsageError, match=f"a corpus of {count} text files: at least 2"):
+        split(some_documents(count))
+
+
+class Hub:
+    """Stands for the ``datasets`` package."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.calls = rows, []
+
+    def load_dataset(self, *arguments: Any, **options: Any) -> Any:
+        self.calls.append((arguments, options))
+        if isinstance(self.rows, Exception):
+            raise self.rows
+        return iter(self.rows)
+
+
+def test_rows_of_a_dataset_are_taken_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub({"content": f"{number} " + "x" * 400_000} for number in range(10**9))
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    corpus = dataset_corpus("owner/texts:python", max_mb=1)
+    assert hub.calls == [(("owner/texts", "python"), {"split": "train", "streaming": True})]
+    assert [document.name for document in corpus.documents] == ["owner/texts:python/00000000", "owner/texts:python/00000001"]
+
+
+@pytest.mark.parametrize(
+    ("hub", "message"),
+    [
+        (None, "pip install datasets"),
+        (Hub(ConnectionError("no route\nto host")), "cannot be had: no route; without it, --text takes files"),
+        (Hub([{"image": 1, "label": 2}]), "has no column text, content or code of text, but image, label"),
+        (SimpleNamespace(), "cannot be had"),
+    ],
+    ids=["missing", "offline", "pictures", "odd"],
+)
+def test_a_dataset_that_cannot_be_had_is_one_line(hub: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    with pytest.raises(UsageError) as caught:
+        dataset_corpus("owner/texts", max_mb=1)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
