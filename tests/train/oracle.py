@@ -119,19 +119,19 @@ def augment(tokens: list[Token], buffers: Buffers) -> None:
 
 
 def causal(tokens: list[Token], buffers: Buffers, threshold: float, length: int) -> None:
-    named = [0] * len(buffers.load)
+    named = [0 for _ in buffers.load]
     for token in sorted(tokens, key=lambda t: (t.index % length, t.index // length)):
-        first, unsure = token.experts[0], len(token.experts) > 1 and token.margin <= threshold
         buffers.ask(token, 0, PRIMARY)
-        named[first] += 1
-        if len(token.experts) > 1:
-            second = token.experts[1]
-            share = Fraction(buffers.capacity * (token.index % length + 1), length)
-            if not served(token):
-                buffers.ask(token, 1, RESCUE)
-            elif unsure:
-                buffers.ask(token, 1, OPTIONAL, admitted=named[second] < share)
-            named[second] += unsure
+        named[token.experts[0]] += 1
+        if len(token.experts) == 1:
+            continue
+        second, unsure = token.experts[1], token.margin <= threshold
+        named[second] += unsure
+        if not served(token):
+            buffers.ask(token, 1, RESCUE)
+        elif unsure:
+            accrued = Fraction(buffers.capacity * (token.index % length + 1), length)
+            buffers.ask(token, 1, OPTIONAL, admitted=named[second] <= accrued)
 
 
 def admit(

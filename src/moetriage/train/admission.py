@@ -1,7 +1,7 @@
 """Which tokens which experts take when each has room for so many: the admission policies, as one function from probabilities to a plan.
 
-Comes in: router probabilities, a policy, a capacity. Goes out: a ``Plan``. Deliberately unknown here: layers, gates and gradients: a plan is
-integers, and gates are the caller's, gathered from its own probabilities. docs/capacity.md defines every policy.
+Comes in: router probabilities, a policy, a capacity. Goes out: a ``Plan``. Deliberately unknown here: layers, gates and gradients (a plan
+is integers, and gates are the caller's, gathered from its own probabilities). docs/capacity.md defines every policy.
 
 Legend: T tokens, E experts, K = 2 choices.
 """

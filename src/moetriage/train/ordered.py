@@ -31,7 +31,10 @@ def admit_one_choice(choices: Choices, policy: str, capacity: int) -> Plan:
 
 
 def admit_two_choices(choices: Choices, policy: str, capacity: int) -> Plan:
-    """Let every token ask both, all first choices before any second one: by position, by the token's best score, or by the score asked with."""
+    """Let every token ask both, all first choices before any second one.
+
+    In the order of position (top2), of the token's best score (bpr-top2), or of the score that it asks with (fixed-top2).
+    """
     expert_R = torch.cat((choices.first_T, choices.second_T))
     priority_R, bits = _priorities(choices, policy)
     # A queue of both at once: within an expert, whatever has a first choice comes before whatever has a second one.

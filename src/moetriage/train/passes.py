@@ -81,7 +81,7 @@ def largest_first(value_T: Tensor) -> Tensor:
 class Queue:
     """Requests in front of the experts, in the order in which they are heard.
 
-    expert_R: the expert of each request. order_R: requests by (expert, priority, index). start_E: (E + 1,), where each expert's begin in it.
+    expert_R: the expert of each request. order_R: requests by (expert, priority, index). start_E: (E + 1,), where each expert's begin.
     """
 
     expert_R: Tensor
