@@ -60,9 +60,9 @@ class Experts(nn.Module):
         pre = [torch.baddbmm(self.up_bias[:, None], x_ECD, weight) for weight in self.inputs()]
         return torch.baddbmm(self.down_bias[:, None], activate(pre, self.activation), self.down_proj)
 
-    def grouped(self, x_MD: Tensor, load_E: Tensor) -> Tensor:
-        """Run expert e on the next load_E[e] rows; what is returned for rows beyond them all is undefined. Rows are float32 or 16-bit."""
-        offsets_E = load_E.cumsum(0).to(torch.int32)
+    def grouped(self, x_MD: Tensor, rows_E: Tensor) -> Tensor:
+        """Run expert e on the next rows_E[e] rows; what is returned for rows beyond them all is undefined. Rows are float32 or 16-bit."""
+        offsets_E = rows_E.cumsum(0).to(torch.int32)
         # grouped_mm is not under autocast's control.
         pre = [F.grouped_mm(x_MD, weight.to(x_MD.dtype), offs=offsets_E) for weight in self.inputs()]
         if self.up_bias is None or self.down_bias is None:

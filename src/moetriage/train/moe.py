@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moetriage.errors import UsageError
 from moetriage.train import expert_loop
 from moetriage.train.admission import THRESHOLD_POLICIES, Plan, admit, capacity
-from moetriage.train.dispatch import combine, gather, padded_slots, sorted_slots
+from moetriage.train.dispatch import ROW_MULTIPLE, combine, gather, padded_slots, sorted_slots
 from moetriage.train.experts import Experts
 from moetriage.train.losses import load_balancing_loss, z_loss
 from moetriage.train.metrics import RoutingStats, stats_of_choices, stats_of_plan
@@ -121,12 +121,13 @@ class MoELayer(nn.Module):
 
     def _dropless(self, x_TD: Tensor, routing: Routing, expert_TK: Tensor) -> Tensor:
         """Run each expert on as many rows as it was given; -1 in ``expert_TK`` is nothing."""
-        slots, load_E = sorted_slots(expert_TK, self.config.num_experts)
         gates_TK = gates_of(routing.probs_TE, expert_TK, renormalise=self.config.renormalise)
         x_TD = _cast(x_TD)
-        if _use_grouped(x_TD, self.config):
-            return combine(self.experts.grouped(gather(x_TD, slots), load_E), gates_TK, slots)
-        return expert_loop.run(self.experts, x_TD, gates_TK, slots, load_E)
+        if not _use_grouped(x_TD, self.config):
+            return expert_loop.run(self.experts, x_TD, gates_TK, expert_TK)
+        multiple = ROW_MULTIPLE if x_TD.device.type == "cpu" else 1
+        slots, rows_E = sorted_slots(expert_TK, self.config.num_experts, multiple=multiple)
+        return combine(self.experts.grouped(gather(x_TD, slots), rows_E), gates_TK, slots)
 
     def _losses(self, routing: Routing, expert_TK: Tensor, mask_T: Tensor | None) -> dict[str, Tensor]:
         losses = {}
