@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moetriage.study.reference import RULE
@@ -31,17 +32,17 @@ def markdown(summary: Row, *, plots: Sequence[str] = ()) -> str:
         _design(summary),
         "## Coverage and slots",
         "Mean ± population standard deviation over seeds, on held-out text with the policy's own drops.",
-        _table(_COVERAGE, [_cells(condition, _COVERAGE) for condition in summary["conditions"]] + _bounds(summary)),
+        coverage_table(summary).markdown(),
         "## Slots by pass",
-        _table(_PASSES, [_cells(condition, _PASSES) for condition in summary["conditions"]]),
+        _by_condition(summary, _PASSES).markdown(),
         "## Loss and time",
-        _table(_LOSS, [_cells(condition, _LOSS) for condition in summary["conditions"]]),
+        _by_condition(summary, _LOSS).markdown(),
         f"## Seed by seed, against {BASELINE}",
         "Same initialisation, same batches; a negative number is better than the baseline.",
-        _table(("condition", "quantity", "per seed", "mean", "better in"), _paired_rows(summary)),
+        Table(("condition", "quantity", "per seed", "mean", "better in"), _paired_rows(summary)).markdown(),
         "## Beside the document",
         RULE,
-        _table(("quantity", "document", "here", "verdict"), [tuple(row["row"]) for row in summary["reference"]]),
+        reference_table(summary).markdown(),
         _tally(summary),
         "## How to read it",
         *(f"- {caveat}" for caveat in _CAVEATS),
@@ -50,6 +51,30 @@ def markdown(summary: Row, *, plots: Sequence[str] = ()) -> str:
         *(f"- {_environment(environment)}" for environment in summary["environments"]),
     ]
     return "\n\n".join(parts).replace("\n\n- ", "\n- ") + "\n"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Titles and rows of texts."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """Return the table as Markdown; numbers stand on the right."""
+        lines = [self.titles, ["---", *["---:"] * (len(self.titles) - 1)], *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def coverage_table(summary: Row) -> Table:
+    """Return coverage and slots of each condition, and the bound."""
+    table = _by_condition(summary, _COVERAGE)
+    return Table(table.titles, [*table.rows, *_bounds(summary)])
+
+
+def reference_table(summary: Row) -> Table:
+    """Return the document's figures beside ours."""
+    return Table(("quantity", "document", "here", "verdict"), [row["row"] for row in summary["reference"]])
 
 
 def as_json(summary: Row) -> str:
@@ -96,6 +121,11 @@ def _design(summary: Row) -> str:
     )
 
 
+def _by_condition(summary: Row, columns: Sequence[_Column]) -> Table:
+    titles = ("condition", *(title for title, *_ in columns))
+    return Table(titles, [_cells(condition, columns) for condition in summary["conditions"]])
+
+
 def _cells(condition: Row, columns: Sequence[_Column]) -> tuple[str, ...]:
     name = f"**{condition['name']}**" if condition["core"] else condition["name"]
     return (name, *(_written(condition["metrics"][metric], scale, digits) for _, metric, scale, digits in columns))
@@ -115,14 +145,6 @@ def _bounds(summary: Row) -> list[tuple[str, ...]]:
         if condition["name"] in (BASELINE, "capsel2@1.25") and spread is not None:
             rows.append((f"*optimum, routers of {condition['name']}*", _written(spread, 100, 2), *("-",) * (len(_COVERAGE) - 1)))
     return rows
-
-
-def _table(columns: Sequence[_Column] | Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    titles = [column if isinstance(column, str) else column[0] for column in columns]
-    if not isinstance(columns[0], str):
-        titles.insert(0, "condition")
-    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 _PAIRED = {

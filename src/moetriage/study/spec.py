@@ -19,7 +19,6 @@ from moetriage.train.model_config import ModelConfig
 from moetriage.train.moe_config import MoEConfig
 
 Precision = Literal["fp32", "bf16"]
-MAX_JOBS = 64
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,83 @@
+"""``moetriage study``: what it prints and leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+from cli.support import Command
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the extra train is not installed")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from moetriage.train.corpus import files_corpus
+    from moetriage.train.data_build import build
+
+    folder = tmp_path_factory.mktemp("study") / "data"
+    build(files_corpus([Path(os.__file__).parent / "asyncio"]), folder, vocab_size=300)
+    return folder
+
+
+def test_a_smoke_study_runs_reports_and_goes_on(command: Command, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = command("study", "run", data, out, "--preset", "smoke", "--threads", "1", "--json")
+    assert result.code == 0, result.err
+    assert result.json["missing"] == []
+    assert len(result.json["conditions"]) == 10
+    assert sorted(path.name for path in out.iterdir()) == [
+        "cells",
+        "coverage_by_layer.svg",
+        "coverage_over_training.svg",
+        "report.md",
+        "slots_against_coverage.svg",
+        "study.json",
+        "summary.json",
+        "threshold_against_margins.svg",
+    ]
+    assert json.loads((out / "summary.json").read_text()) == result.json
+    cells = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
+    removed = out / "cells" / "capsel2@1.25-seed1.json"
+    before = json.loads(removed.read_text())
+    removed.unlink()
+    again = command("study", "report", out, "--no-plots")
+    assert again.code == 0, again.err
+    assert "19 of 20 cells" in again.err
+    assert "Not run yet: capsel2@1.25-seed1" in (out / "report.md").read_text()
+    assert command("study", "run", data, out, "--preset", "smoke", "--threads", "1", "--no-plots").code == 0
+    assert json.loads(removed.read_text())["final"] == before["final"]
+    assert {path: path.stat().st_mtime_ns for path in cells if path != removed} == {p: t for p, t in cells.items() if p != removed}
+
+
+def test_a_study_with_other_settings_is_refused(command: Command, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "cells").mkdir(parents=True)
+    from moetriage.study.folder import StudyFolder
+    from moetriage.study.spec import smoke
+    from moetriage.train.data import open_data
+
+    StudyFolder(out).begin(smoke(), open_data(data).digest, 0.04)
+    result = command("study", "run", data, out, "--preset", "smoke", "--load-balance", "0.01", "--precision", "bf16")
+    assert result.code == 2
+    assert result.errors == [f"moetriage: {out}: holds a study with other settings (precision, load_balance_weight); choose another folder"]
+
+
+def test_missing_data_and_missing_studies_are_one_line(command: Command, tmp_path: Path) -> None:
+    no_data = command("study", "run", tmp_path / "data", tmp_path / "out")
+    assert (no_data.code, len(no_data.errors)) == (2, 1)
+    assert "moetriage data build" in no_data.err
+    no_study = command("study", "report", tmp_path)
+    assert (no_study.code, len(no_study.errors)) == (2, 1)
+    assert "moetriage study run DATA" in no_study.err
+
+
+def test_without_torch_the_extra_is_named(command: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+    result = command("study", "run", data, tmp_path / "out")
+    assert result.code == 2
+    assert result.errors == ["moetriage: moetriage study run needs torch, not installed here: pip install 'moetriage[train]'"]
