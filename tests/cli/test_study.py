@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_smoke_study_runs_reports_and_goes_on(command: Command, data: Path, tmp_path: Path) -> None:
+def test_a_study_runs_reports_and_goes_on(command: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moetriage.study import spec
+
+    few = spec.CORE[3:]
+    monkeypatch.setitem(spec.PRESETS, "smoke", lambda **options: replace(spec.smoke(**options), conditions=few))
     out = tmp_path / "out"
     result = command("study", "run", data, out, "--preset", "smoke", "--threads", "1", "--json")
     assert result.code == 0, result.err
     assert result.json["missing"] == []
-    assert len(result.json["conditions"]) == 10
+    assert len(result.json["conditions"]) == 2
     assert sorted(path.name for path in out.iterdir()) == [
         "cells",
         "coverage_by_layer.svg",
@@ -38,6 +43,7 @@ def test_a_smoke_study_runs_reports_and_goes_on(command: Command, data: Path, tm
         "study.json",
         "summary.json",
         "threshold_against_margins.svg",
+        "uncertain_over_training.svg",
     ]
     assert json.loads((out / "summary.json").read_text()) == result.json
     cells = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
@@ -46,11 +52,19 @@ def test_a_smoke_study_runs_reports_and_goes_on(command: Command, data: Path, tm
     removed.unlink()
     again = command("study", "report", out, "--no-plots")
     assert again.code == 0, again.err
-    assert "19 of 20 cells" in again.err
+    assert "3 of 4 cells" in again.err
     assert "Not run yet: capsel2@1.25-seed1" in (out / "report.md").read_text()
     assert command("study", "run", data, out, "--preset", "smoke", "--threads", "1", "--no-plots").code == 0
     assert json.loads(removed.read_text())["final"] == before["final"]
     assert {path: path.stat().st_mtime_ns for path in cells if path != removed} == {p: t for p, t in cells.items() if p != removed}
+
+
+@pytest.mark.slow
+def test_the_smoke_preset_runs_every_condition(command: Command, data: Path, tmp_path: Path) -> None:
+    result = command("study", "run", data, tmp_path / "out", "--preset", "smoke", "--threads", "1", "--json")
+    assert result.code == 0, result.err
+    assert result.json["missing"] == []
+    assert len(result.json["conditions"]) == 10
 
 
 def test_a_study_with_other_settings_is_refused(command: Command, data: Path, tmp_path: Path) -> None:

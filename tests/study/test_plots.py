@@ -8,7 +8,13 @@ from study.cells import SPEC, all_results, cell_of, result
 
 from moetriage.study.plots import draw
 
-NAMES = ["coverage_by_layer.svg", "coverage_over_training.svg", "slots_against_coverage.svg", "threshold_against_margins.svg"]
+NAMES = [
+    "coverage_by_layer.svg",
+    "coverage_over_training.svg",
+    "uncertain_over_training.svg",
+    "slots_against_coverage.svg",
+    "threshold_against_margins.svg",
+]
 
 
 def test_the_same_results_give_the_same_pictures(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def test_differences_are_taken_within_a_seed() -> None:
     assert "fixed-top2@1.25" not in SUMMARY["paired"]
 
 
+def test_training_and_layers_are_means_over_seeds() -> None:
+    (capsel,) = [c for c in SUMMARY["conditions"] if c["name"] == "capsel2@1.25"]
+    assert capsel["over_training"]["uncertain_fraction"] == [0.5, 0.6]
+    assert capsel["uncovered_fraction_by_layer"] == pytest.approx([(60 + 111) / 2 / 500, 20 / 500])
+    assert "| capsel2@1.25 | uncertain, % | 50.00 | 60.00 |" in markdown(SUMMARY)
+
+
 def test_a_seed_without_gain_is_counted() -> None:
     (row,) = [row for row in SUMMARY["reference"] if row["key"] == "seeds_without_gain"]
     assert row["mean"] == 0.5

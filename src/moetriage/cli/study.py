@@ -104,7 +104,7 @@ def _print(summary: dict[str, Any]) -> None:
     from moetriage.study.report import coverage_table, reference_table
 
     for table in (coverage_table(summary), reference_table(summary)):
-        terminal.print_table(table.titles, table.rows)
+        terminal.print_table(table.titles, [[text.strip("*") for text in row] for row in table.rows])
 
 
 @contextmanager

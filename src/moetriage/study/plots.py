@@ -12,7 +12,7 @@ from typing import Any
 
 from moetriage.errors import UsageError
 from moetriage.study.spec import StudySpec
-from moetriage.study.summary import CAPSEL, METRICS
+from moetriage.study.summary import CAPSEL, METRICS, summarise
 
 Row = dict[str, Any]
 Cells = dict[str, list[Row]]
@@ -38,9 +38,12 @@ def draw(spec: StudySpec, threshold: float, cells: Sequence[Row], folder: Path) 
     if not groups:
         return []
     styles = {c.name: {"color": _COLOURS[i % len(_COLOURS)], "linestyle": "-" if c.core else "--"} for i, c in enumerate(spec.conditions)}
+    conditions = summarise(spec, threshold, cells)["conditions"]
+    conditions = [condition for condition in conditions if condition["seeds"]]
     pictures: dict[str, Callable[[Any], None]] = {
-        "coverage_by_layer.svg": lambda axes: _by_layer(axes, groups, styles),
-        "coverage_over_training.svg": lambda axes: _over_training(axes, groups, styles),
+        "coverage_by_layer.svg": lambda axes: _by_layer(axes, conditions, styles),
+        "coverage_over_training.svg": lambda axes: _over_training(axes, conditions, styles, "uncovered_fraction"),
+        "uncertain_over_training.svg": lambda axes: _over_training(axes, conditions, styles, "uncertain_fraction"),
         "slots_against_coverage.svg": lambda axes: _slots(axes, groups, styles),
         "threshold_against_margins.svg": lambda axes: _margins(axes, groups, threshold),
     }
@@ -67,24 +70,29 @@ def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.fmean(column) for column in zip(*rows, strict=True)]
 
 
-def _by_layer(axes: Any, groups: Cells, styles: dict[str, Any]) -> None:
-    for name, group in groups.items():
-        shares = [
-            [100 * u / v for u, v in zip(*(cell["final"]["by_layer"][k] for k in ("uncovered", "visits")), strict=True)] for cell in group
-        ]
-        axes.plot(range(len(shares[0])), _mean(shares), marker="o", label=name, **styles[name])
+def _by_layer(axes: Any, conditions: Sequence[Row], styles: dict[str, Any]) -> None:
+    for condition in conditions:
+        shares = [100 * share for share in condition["uncovered_fraction_by_layer"]]
+        axes.plot(range(len(shares)), shares, marker="o", label=condition["name"], **styles[condition["name"]])
     axes.set(xlabel="layer", ylabel="token visits without an expert, % (held-out, mean over seeds)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title("Which layers leave tokens without an expert?")
     axes.legend(fontsize=8)
 
 
-def _over_training(axes: Any, groups: Cells, styles: dict[str, Any]) -> None:
-    for name, group in groups.items():
-        curves = [[100 * value for value in cell["training"]["uncovered_fraction"]] for cell in group]
-        axes.plot(group[0]["training"]["step"], _mean(curves), label=name, **styles[name])
-    axes.set(xlabel="step", ylabel="token visits without an expert, % (training, mean over seeds)", ylim=(0, None))
-    axes.set_title("How coverage develops")
+_CURVES = {
+    "uncovered_fraction": ("token visits without an expert", "How coverage develops"),
+    "uncertain_fraction": ("token visits whose margin is at most the threshold", "How many tokens are uncertain?"),
+}
+
+
+def _over_training(axes: Any, conditions: Sequence[Row], styles: dict[str, Any], quantity: str) -> None:
+    what, title = _CURVES[quantity]
+    for condition in conditions:
+        curves = condition["over_training"]
+        axes.plot(curves["step"], [100 * value for value in curves[quantity]], label=condition["name"], **styles[condition["name"]])
+    axes.set(xlabel="step", ylabel=f"{what}, % (training, mean over seeds)", ylim=(0, None))
+    axes.set_title(title)
     axes.legend(fontsize=8)
 
 

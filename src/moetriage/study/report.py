@@ -37,6 +37,9 @@ def markdown(summary: Row, *, plots: Sequence[str] = ()) -> str:
         _by_condition(summary, _PASSES).markdown(),
         "## Loss and time",
         _by_condition(summary, _LOSS).markdown(),
+        "## Over training",
+        "Means over seeds of each point, which is itself a mean over the steps since the one before.",
+        _training_table(summary).markdown(),
         f"## Seed by seed, against {BASELINE}",
         "Same initialisation, same batches; a negative number is better than the baseline.",
         Table(("condition", "quantity", "per seed", "mean", "better in"), _paired_rows(summary)).markdown(),
@@ -70,6 +73,20 @@ def coverage_table(summary: Row) -> Table:
     """Return coverage and slots of each condition, and the bound."""
     table = _by_condition(summary, _COVERAGE)
     return Table(table.titles, [*table.rows, *_bounds(summary)])
+
+
+def _training_table(summary: Row) -> Table:
+    """Return coverage and uncertainty at a few points of training."""
+    conditions = [condition for condition in summary["conditions"] if condition["seeds"]]
+    steps = conditions[0]["over_training"]["step"] if conditions else []
+    points = sorted({round(part * (len(steps) - 1) / 4) for part in range(5)}) if steps else []
+    titles = ["condition", "quantity", *(f"step {steps[point]:g}" for point in points)]
+    rows = [
+        (condition["name"], title, *(f"{100 * condition['over_training'][quantity][point]:.2f}" for point in points))
+        for condition in conditions
+        for quantity, title in (("uncovered_fraction", "no expert, %"), ("uncertain_fraction", "uncertain, %"))
+    ]
+    return Table(titles, rows)
 
 
 def reference_table(summary: Row) -> Table:
