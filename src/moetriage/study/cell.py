@@ -81,7 +81,7 @@ def _train(setting: Setting, cell: Cell, model: NanoMoE, threshold: float, on_st
         total = output.loss + sum(output.losses.values())
         optimizer.zero_grad(set_to_none=True)
         total.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)
+        _clip(model, spec.clip_norm)
         optimizer.step()
         schedule.step()
         if following is not None:
@@ -94,6 +94,14 @@ def _train(setting: Setting, cell: Cell, model: NanoMoE, threshold: float, on_st
             curves.record(step + 1, threshold if following is None else float(following.value))
         on_step()
     return curves, seconds
+
+
+def _clip(model: nn.Module, max_norm: float) -> None:
+    """Scale the gradients down to ``max_norm``. torch's own call multiplies all of them even where it is by 1: 20 ms a step."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads)
+    if norm > max_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
 
 def evaluate(setting: Setting, model: NanoMoE, threshold: float) -> Row:

@@ -111,14 +111,17 @@ class Setting:
 def repeatable(resources: Resources) -> Iterator[None]:
     """Make what is computed inside depend on seeds and the number of threads alone; torch's switches are put back."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     on_cuda = resources.device_type == "cuda"
     if on_cuda:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is repeatable with a workspace of fixed size only
     torch.set_num_threads(resources.threads_of_a_job)
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a step, for memory that nothing reads before it is written
     try:
         with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH) if on_cuda else contextlib.nullcontext():
             yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -106,8 +106,9 @@ class StudySpec:
 
     @property
     def cells(self) -> list[Cell]:
-        """Return the runs, seed by seed, so that an interrupted study has whole seeds first."""
-        return [Cell(condition=condition, seed=seed) for seed in self.seeds for condition in self.conditions]
+        """Return the runs in the order they are made: the document's conditions first, seed by seed, then the extra ones."""
+        cells = [Cell(condition=condition, seed=seed) for seed in self.seeds for condition in self.conditions]
+        return sorted(cells, key=lambda cell: not cell.condition.core)
 
     def model(self, condition: Condition, *, vocab_size: int, threshold: float) -> ModelConfig:
         """Return the model of a condition; nothing but the admission of tokens differs between two of them."""
