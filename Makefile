@@ -10,6 +10,8 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 # ThreadSanitizer of older compilers cannot map its shadow where the kernel randomises addresses widely.
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 JOBS := $(shell nproc)
+# A file of tests stays together; more workers than four would wait for the disk. PYTEST comes last: its options win.
+WORKERS := -n $(JOBS) --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo test lint format bench dev native-test sanitize clean distclean
 
@@ -41,7 +43,7 @@ demo: $(STAMP)
 	$(BIN)/moetriage demo
 
 test: $(TRAIN_STAMP)
-	$(BIN)/pytest $(PYTEST)
+	$(BIN)/pytest $(WORKERS) $(PYTEST)
 
 lint: $(LINT_STAMP)
 	$(BIN)/ruff check .

@@ -302,7 +302,11 @@ def test_a_full_standard_output_is_one_line(model: Path) -> None:
 
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", script, "run", str(model), *GREEDY], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-c", script, "run", "-t", "1", str(model), *GREEDY],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
         )
     assert done.returncode == 1
     assert done.stderr == "moetriage: reading or writing failed: No space left on device\n"

@@ -102,7 +102,7 @@ def load_plain() -> Callable[..., Any]:
     @contextmanager
     def load(path: Path, *, n_ctx: int = 256, verbose: bool = False, **options: Any) -> Iterator[Any]:
         with mock.patch.object(llama_cpp.llama_cpp, "llama_model_default_params", without_repacking):
-            llama = llama_cpp.Llama(str(path), n_ctx=n_ctx, n_threads=2, verbose=verbose, **options)
+            llama = llama_cpp.Llama(str(path), n_ctx=n_ctx, n_threads=1, n_threads_batch=1, verbose=verbose, **options)
         try:
             yield llama
         finally:

@@ -27,7 +27,7 @@ def wide(tmp_path, monkeypatch):
 
 
 def open_model(path, **config):
-    return Llama(path, stream=StreamConfig(cache_mb=0, **config), n_ctx=32, n_threads=1, flash_attn=False)
+    return Llama(path, stream=StreamConfig(cache_mb=0, **config), n_ctx=32, n_threads=1, n_threads_batch=1, flash_attn=False)
 
 
 def test_the_widest_routing_runs_and_the_next_is_refused(wide):

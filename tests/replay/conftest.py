@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 import moetriage
 from moetriage.replay.routes import RouteFile, RouteTable, table_of
 from moetriage.trace.reader import read_trace
-
-# Counts do not depend on how busy the machine is; hypothesis' limits on time would.
-settings.register_profile("replay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("replay")
 
 
 @pytest.fixture(scope="session")
