@@ -14,8 +14,9 @@ import pytest
 from moetriage.trace.io import read_trace
 
 Start = Callable[..., "subprocess.Popen[str]"]
-#: Seven batches of prefill and a decode that lasts until the context is full.
-LONG = ("-p", "Hello there, " * 280, "-n", "5000", "--temp", "0", "--cache-mb", "0")
+#: A decode that lasts until the context is full; after one batch of prefill, or after seven.
+LONG = ("-n", "5000", "--temp", "0", "--cache-mb", "0")
+PROMPTS = {"decode": "Hello there", "prefill": "Hello there, " * 280}
 
 
 def interrupt_after_step(process: subprocess.Popen[str], phase: str) -> list[dict[str, object]]:
@@ -34,7 +35,7 @@ def interrupt_after_step(process: subprocess.Popen[str], phase: str) -> list[dic
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_ctrl_c_ends_a_run_with_a_report_and_whole_files(phase: str, suffix: str, start: Start, model: Path, tmp_path: Path) -> None:
     metrics, trace = tmp_path / "m.csv", tmp_path / f"t{suffix}"
-    process = start("run", model, *LONG, "--json", "--progress", "--csv", metrics, "--route-trace", trace)
+    process = start("run", model, "-p", PROMPTS[phase], *LONG, "--json", "--progress", "--csv", metrics, "--route-trace", trace)
     steps = interrupt_after_step(process, phase)
     sent = time.monotonic()
     out, err = process.communicate(timeout=60)
@@ -58,7 +59,7 @@ def test_ctrl_c_ends_a_run_with_a_report_and_whole_files(phase: str, suffix: str
 
 
 def test_ctrl_c_keeps_the_text_so_far_and_summarises_it(start: Start, model: Path) -> None:
-    process = start("run", model, *LONG)
+    process = start("run", model, "-p", PROMPTS["decode"], *LONG)
     assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ import pytest
 from cli.support import Command
 
 from moetriage.cli.main import invoke
+from moetriage.trace.io import RouteWriter, read_trace
 
 EXCERPT = Path(__file__).parents[2] / "src" / "moetriage" / "data" / "qwen-excerpt.route.parquet"
 KEYS = [
@@ -71,12 +72,17 @@ def test_tables_hold_the_same_figures(command: Command):
     assert "static view misses" in result.out
 
 
-def test_a_bound_says_where_a_threshold_stands(command: Command):
-    arguments = ("replay", EXCERPT, "--bound", "--mode", "simulate", "--cache-mb", "4000", "--drop-cold-experts", "0.75")
+def test_a_bound_says_where_a_threshold_stands(command: Command, tmp_path: Path):
+    """On its first tokens; what it says of the whole recording is pinned in tests/replay."""
+    trace = read_trace(EXCERPT)
+    frame = trace.frame.filter(trace.frame["step"] < 40)
+    with RouteWriter(tmp_path / "short.parquet", trace.meta) as writer:
+        writer.append({name: frame[name].to_numpy() for name in frame.columns})
+    arguments = ("replay", tmp_path / "short.parquet", "--bound", "--mode", "simulate", "--cache-mb", "2000", "--drop-cold-experts", "0.75")
     rows = command(*arguments, "--json").json["bounds"]
     assert [(row["evict"], row["value"]) for row in rows] == [("lru", None), ("belady", None), ("lru", 0.75)]
     assert all(row["bound_read_bytes"] <= row["schedule_read_bytes"] for row in rows)
-    assert 0.5 < rows[2]["possible_fraction_at_least"] <= rows[2]["possible_fraction_at_most"] < 0.52
+    assert 0.3 < rows[2]["possible_fraction_at_least"] <= rows[2]["possible_fraction_at_most"] < 0.6
 
 
 def test_a_sweep_writes_parquet_and_goes_on(command: Command, tmp_path: Path):
@@ -105,7 +111,8 @@ def test_advice_names_setting_formula_and_floor(command: Command):
     assert advice["best"]["floor"] == "disk"
 
 
-def test_a_picture_is_drawn(command: Command, tmp_path: Path):
+def test_a_picture_is_drawn(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("moetriage.replay.figure_data._BOUND_POINTS", 3)  # for the sake of time
     path = tmp_path / "replay.svg"
     result = command("replay", EXCERPT, "--plot", path, "--cache-mb", "4000", "--json")
     assert result.code == 0, result.err
@@ -139,8 +146,6 @@ def test_several_traces_give_rows_each(command: Command, model: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def csv_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    from moetriage.trace.io import RouteWriter, read_trace
-
     trace, path = read_trace(EXCERPT), tmp_path_factory.mktemp("csv") / "qwen.csv"
     with RouteWriter(path, trace.meta) as writer:
         writer.append({name: trace.frame[name].to_numpy() for name in trace.frame.columns})

@@ -152,14 +152,6 @@ def two_cells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_cells")
-def test_with_keep_the_result_names_the_file_that_stays(folder: Path, trace: Path) -> None:
-    kept = run_demo(tiny_settings(folder, trace, keep=True, tokens=2), lambda *_: None).kept
-    assert kept is not None
-    assert kept.parent == folder
-    kept.unlink()
-
-
-@pytest.mark.usefixtures("two_cells")
 def test_without_time_every_cell_generates_at_least_one_token_and_says_so(
     folder: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

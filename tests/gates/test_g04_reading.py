@@ -21,7 +21,6 @@ def takes_direct_reads(path) -> bool:
     "how",
     [
         {"io_threads": 1},
-        {"io_threads": 2},
         {"io_threads": 8},
         {"odirect": False},
         {"in_place": False},

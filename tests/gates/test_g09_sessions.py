@@ -131,21 +131,26 @@ CUTS = {
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-@pytest.mark.parametrize(("cut", "error"), CUTS.items(), ids=[cut.__name__ for cut in CUTS])
-def test_turn_after_a_cancelled_one_equals_resident(tiny, reference, shape, cut, error):
+def test_turn_after_a_cancelled_one_equals_resident(tiny, reference, shape):
+    """In one session, so that a cancelled turn also follows others that were."""
     with streamed(tiny(shape), share=1.3, prefetch=1, record_routes=True) as llm:
-        said = say(llm, 10)
-        with pytest.raises(error) if error else contextlib.nullcontext():
-            cut(llm)
-        evaluated = counters(llm)["misses"] + counters(llm)["hits"]
-        assert evaluated > sum(step.hits + step.misses for step in said.steps[:10]), "the cancelled turn had begun"
-        routes = []
-        llm.session.on_routes = routes.append
-        said = say(llm)
-    assert_same(said, reference(shape))
-    steps = np.concatenate([columns["step"] for columns in routes])
-    assert steps[0] == 0
-    assert (steps == 0).sum() == (steps == 1).sum(), "nothing of the cancelled turn is in the next one's trace"
+        say(llm, 10)
+        for cut, error in CUTS.items():
+            before = lookups(llm)
+            with pytest.raises(error) if error else contextlib.nullcontext():
+                cut(llm)
+            assert lookups(llm) > before, f"{cut.__name__}: the cancelled turn had begun"
+            routes = []
+            llm.session.on_routes = routes.append
+            assert_same(say(llm), reference(shape))
+            llm.session.on_routes = None
+            steps = np.concatenate([columns["step"] for columns in routes])
+            assert steps[0] == 0
+            assert (steps == 0).sum() == (steps == 1).sum(), f"{cut.__name__}: something of the cancelled turn is in the next one's trace"
+
+
+def lookups(llm):
+    return counters(llm)["misses"] + counters(llm)["hits"]
 
 
 def test_ctrl_c_stops_a_long_evaluation_in_the_middle(tiny, reference):
@@ -156,21 +161,23 @@ def test_ctrl_c_stops_a_long_evaluation_in_the_middle(tiny, reference):
     def on_alarm(*_):
         raise KeyboardInterrupt
 
+    # CPU time of this process: how busy others keep the machine does not count.
+
     with streamed(tiny(FIRST), share=1.3, record_routes=True, llama=llama) as llm:
-        began = time.perf_counter()
+        began = time.process_time()
         llm.eval(long)
-        whole_seconds = time.perf_counter() - began
+        whole_seconds = time.process_time() - began
         llm.reset()
-        before = signal.signal(signal.SIGALRM, on_alarm)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        before = signal.signal(signal.SIGPROF, on_alarm)
+        signal.setitimer(signal.ITIMER_PROF, 0.1)
         try:
-            began = time.perf_counter()
+            began = time.process_time()
             with pytest.raises(KeyboardInterrupt):
                 llm.eval(long)
-            stopped_seconds = time.perf_counter() - began
+            stopped_seconds = time.process_time() - began
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
         assert stopped_seconds < whole_seconds / 2
         assert llm.n_tokens == 0
         said = say(llm, 16)

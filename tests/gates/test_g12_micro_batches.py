@@ -9,7 +9,7 @@ from gates.harness import FAMILIES, assert_same, recording, resident, say, strea
 from moetriage.trace.reader import read_trace
 
 LONG = tuple(np.random.default_rng(5).integers(10, 500, 150).tolist())
-CUTS = [{"n_batch": 64, "n_ubatch": 16}, {"n_batch": 150, "n_ubatch": 33}, {"n_batch": 40, "n_ubatch": 40}]
+CUTS = [{"n_batch": 64, "n_ubatch": 16}, {"n_batch": 150, "n_ubatch": 33}]
 
 
 @pytest.mark.parametrize("shape", FAMILIES)

@@ -145,7 +145,8 @@ class Lfu(Lru):
         self.values[slot] = self.uses[slot] + (self.age if self.aged else 0)
 
     def victim(self, free):
-        slot = min(free, key=lambda slot: (self.values[slot], self.resident.index(slot)))
+        place = {slot: at for at, slot in enumerate(self.resident)}
+        slot = min(free, key=lambda slot: (self.values[slot], place[slot]))
         self.age = self.values[slot]
         return slot
 
@@ -159,7 +160,9 @@ class Partition(Lru):
     def choose(self, pinned):
         shape = self.table.shape
         share = [self.budget * size // sum(shape.expert_bytes) for size in shape.expert_bytes]
-        by_layer = {layer: [s for s in self.resident if s // shape.n_expert == layer] for layer in range(len(share))}
+        by_layer: dict[int, list[int]] = {layer: [] for layer in range(len(share))}
+        for slot in self.resident:
+            by_layer[slot // shape.n_expert].append(slot)
         above = {layer: needed_bytes(self.table, slots) - share[layer] for layer, slots in by_layer.items()}
         current = int(self.table.layer[self.time])
         free = {layer: [slot for slot in slots if slot not in pinned] for layer, slots in by_layer.items()}

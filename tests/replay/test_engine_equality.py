@@ -45,9 +45,13 @@ def assert_same_counts(trace_path, cell, stats, steps):
         assert getattr(outcome.decode, name) == sum(getattr(step, name) for step in decoded)
 
 
-@pytest.mark.parametrize("shape", FAMILIES)
-@pytest.mark.parametrize("threshold", [1.0, 0.75])
-@pytest.mark.parametrize("share", [0.5, 1.3])
+@pytest.mark.parametrize(
+    ("threshold", "share", "shape"),
+    [
+        *((*how, shape) for how in ((1.0, 0.5), (0.75, 1.3)) for shape in FAMILIES),
+        *((*how, shape) for how in ((0.75, 0.5), (1.0, 1.3)) for shape in ("tiny-qwen3moe", "tiny-mixed")),
+    ],
+)
 def test_closed_loop_equals_a_run_that_drops(tiny, tmp_path, shape, threshold, share):
     out = tmp_path / "run.parquet"
     stats, steps = engine_run(tiny(shape), out, share=share, drop=DropConfig(threshold=threshold))

@@ -340,9 +340,8 @@ def test_a_model_is_read_in_its_own_expert_size_over_all_its_shards(disk_dir: Pa
         assert {r.path for r in itertools.islice(sample.cold_ranges(), count)} == {str(path) for path in layout.paths}
 
 
-def test_the_mean_read_weighs_every_projection_of_every_layer(disk_dir: Path) -> None:
-    (path,) = write_model(disk_dir / "m.gguf", "tiny-mixed")
-    layout = read_layout(path)
+def test_the_mean_read_weighs_every_projection_of_every_layer(tiny: Callable[[str], Path]) -> None:
+    layout = read_layout(tiny("tiny-mixed"))
     sizes = [tensor.expert_bytes for tensor in layout.experts for _ in range(tensor.n_expert)]
     assert len(set(sizes)) > 1
     assert mean_read_bytes(layout) == sum(sizes) // len(sizes)
@@ -355,11 +354,10 @@ def test_a_damaged_model_is_refused_as_such(disk_dir: Path) -> None:
         bench_reads(path)
 
 
-def test_the_quick_rate_is_that_of_a_short_measurement(file: Path, disk_dir: Path) -> None:
+def test_the_quick_rate_is_that_of_a_short_measurement(file: Path, disk_dir: Path, tiny: Callable[[str], Path]) -> None:
     assert 0 < quick_disk_rate(file, seconds=QUICK_SECONDS) < 64_000
-    (path,) = write_model(disk_dir / "m.gguf", "tiny-qwen3moe")
-    layout = read_layout(path)
-    elsewhere = replace(layout, paths=(file,))  # a layout that is given is used, and the model is not read again
+    # A layout that is given is used, and the model is not read again.
+    elsewhere = replace(read_layout(tiny("tiny-qwen3moe")), paths=(file,))
     assert 0 < quick_disk_rate(disk_dir / "gone", layout=elsewhere, seconds=QUICK_SECONDS) < 64_000
 
 

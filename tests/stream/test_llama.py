@@ -25,6 +25,7 @@ from moetriage.types import Phase
 
 SHAPE = "tiny-qwen3moe"
 TEXT = "The quick brown fox"
+ONE_THREAD: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def test_a_prompt_beyond_the_context_is_refused_and_the_session_goes_on(model: P
 def test_dropping_on_a_narrow_routing_is_warned_of_once(tiny: Callable[..., Path]) -> None:
     notes: list[str] = []
     config = StreamConfig(cache_mb=64, drop=DropConfig(threshold=0.75), prefetch=1)
-    llm = Llama(tiny("tiny-gpt-oss"), stream=config, notify=notes.append, n_ctx=64, n_threads=1)
+    llm = Llama(tiny("tiny-gpt-oss"), stream=config, notify=notes.append, n_ctx=64, **ONE_THREAD)
     say(llm, 4)
     llm.close()
     narrow = [note for note in notes if "top-k" in note]
@@ -218,9 +219,14 @@ def cut_off(path: Path, llm: Llama, layer: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    "config", [{"cache_mb": 0}, {"cache_mb": 0, "odirect": False}, {"share": 1.0, "prefetch": 2}, {"cache_mb": 0, "staged": False}]
+    ("config", "layer"),
+    [
+        *(({"cache_mb": 0}, layer) for layer in (0, 2, 3)),
+        *(({"share": 1.0, "prefetch": 2}, layer) for layer in (0, 2, 3)),
+        ({"cache_mb": 0, "odirect": False}, 2),
+        ({"cache_mb": 0, "staged": False}, 2),
+    ],
 )
-@pytest.mark.parametrize("layer", [0, 2, 3])
 def test_a_failed_read_names_its_place_and_the_session_goes_on(copy: Path, model: Path, config: dict[str, Any], layer: int) -> None:
     with resident(model) as plain:
         expected = say(plain)
@@ -338,13 +344,13 @@ def test_a_graph_that_moves_within_a_batch_is_learned_again_and_says_the_same(
     tiny: Callable[..., Path], shape: str, foreign_plan: Callable[[Llama], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the third of six micro-batches the plan is exchanged for one with other names: the batch starts over from its first token."""
-    cut = {"n_batch": 24, "n_ubatch": 4}
+    cut, n_tokens = {"n_batch": 24, "n_ubatch": 4}, 6
     with resident(tiny(shape), **cut) as plain:
-        expected = say(plain)
+        expected = say(plain, n_tokens)
     watched: dict[str, Any] = {"graphs": 0}
 
     def on_node(tensor: int, ask: bool, user_data: int) -> bool:
-        if ask and node_name(tensor) == b"embd" and "plan" in watched:
+        if ask and "plan" in watched and node_name(tensor) == b"embd":
             watched["graphs"] += 1
             if watched["graphs"] == 3:
                 watched["llm"].session.hook.rearm(watched.pop("plan"))
@@ -364,7 +370,7 @@ def test_a_graph_that_moves_within_a_batch_is_learned_again_and_says_the_same(
         watched |= {"llm": llm, "plan": foreign_plan(llm)}
         routes: list[Any] = []
         llm.session.on_routes = routes.append
-        said = say(llm)
+        said = say(llm, n_tokens)
         assert watched["graphs"] == 3
         assert llm.session.layers is not learned
         watched.clear()
@@ -387,10 +393,10 @@ def held() -> tuple[int, int]:
 
 
 def test_a_closed_session_gives_memory_lanes_and_files_back_and_keeps_its_counts(model: Path) -> None:
-    with contextlib.closing(Llama(model, stream=StreamConfig(cache_mb=2), n_ctx=64, n_threads=1)) as first:
+    with contextlib.closing(Llama(model, stream=StreamConfig(cache_mb=2), n_ctx=64, **ONE_THREAD)) as first:
         say(first, 2)  # what a process makes once and keeps is made
     before = held()
-    llm = Llama(model, stream=StreamConfig(cache_mb=2), n_ctx=64, n_threads=1)
+    llm = Llama(model, stream=StreamConfig(cache_mb=2), n_ctx=64, **ONE_THREAD)
     address = llm.session.weights.source.address(llm.session.layout.experts[0].span.name)
     say(llm, 2)
     counted = counters(llm)

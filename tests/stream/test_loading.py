@@ -19,6 +19,7 @@ from moetriage.gguf.synth import write_model
 from moetriage.stream.page_cache import resident_bytes
 
 PAGE = 4096
+ONE_THREAD: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}
 #: stdio may read ahead into an expert tensor once for each tensor before it.
 READ_AHEAD = 1 << 16
 
@@ -33,10 +34,9 @@ def resident_pages(address: int, nbytes: int) -> int:
 
 
 @pytest.mark.parametrize("dense_weights", ["anon", "mmap"])
-@pytest.mark.parametrize("split", [1, 3])
-def test_loading_reads_and_commits_no_expert(tmp_path: Path, split: int, dense_weights: str) -> None:
-    paths = write_model(tmp_path / "model.gguf", "tiny-qwen3moe", split=split)
-    llm = Llama(paths[0], stream=StreamConfig(cache_mb=0, dense_weights=dense_weights), n_ctx=64)
+@pytest.mark.parametrize("options", [{}, {"split": 3}], ids=["whole", "split"])
+def test_loading_reads_and_commits_no_expert(tiny: Callable[..., Path], options: dict[str, int], dense_weights: str) -> None:
+    llm = Llama(tiny("tiny-qwen3moe", **options), stream=StreamConfig(cache_mb=0, dense_weights=dense_weights), n_ctx=64, **ONE_THREAD)
     source, layout = llm.session.weights.source, llm.session.layout
     for expert in layout.experts:
         assert resident_pages(source.address(expert.span.name), expert.span.nbytes) == 0
@@ -58,13 +58,13 @@ def test_loading_leaves_no_second_copy_of_the_dense_weights_in_the_page_cache(di
     with path.open("rb") as file:
         os.fsync(file.fileno())  # what is not written yet cannot be evicted
         assert resident_bytes(file.fileno(), 0, size) > 0
-        with contextlib.closing(Llama(path, stream=StreamConfig(cache_mb=0, **config), n_ctx=64)):
+        with contextlib.closing(Llama(path, stream=StreamConfig(cache_mb=0, **config), n_ctx=64, **ONE_THREAD)):
             assert (resident_bytes(file.fileno(), 0, size) < size // 10) == leaves  # a few pages are compared with direct reads
 
 
 def test_a_cache_gives_evicted_memory_back(tiny: Callable[[str], Path]) -> None:
     config = StreamConfig(cache_mb=1, force_cache=True)
-    llm = Llama(tiny("tiny-qwen3moe"), stream=config, n_ctx=256, notify=lambda _: None)
+    llm = Llama(tiny("tiny-qwen3moe"), stream=config, n_ctx=256, notify=lambda _: None, **ONE_THREAD)
     llm.create_completion("some text that routes apart", max_tokens=40, temperature=1.5)
     source, session = llm.session.weights.source, llm.session
     committed = PAGE * sum(resident_pages(source.address(e.span.name), e.span.nbytes) for e in session.layout.experts)
@@ -79,7 +79,7 @@ def test_a_cache_gives_evicted_memory_back(tiny: Callable[[str], Path]) -> None:
 def test_a_dropped_llama_is_freed_without_the_garbage_collector(tiny: Callable[[str], Path]) -> None:
     gc.disable()
     try:
-        llm = Llama(tiny("tiny-qwen3moe"), stream=StreamConfig(cache_mb=0), n_ctx=64)
+        llm = Llama(tiny("tiny-qwen3moe"), stream=StreamConfig(cache_mb=0), n_ctx=64, **ONE_THREAD)
         llm.create_completion("a", max_tokens=2)
         gone = weakref.ref(llm)
         del llm
@@ -90,7 +90,7 @@ def test_a_dropped_llama_is_freed_without_the_garbage_collector(tiny: Callable[[
 
 def test_the_address_space_is_reserved_not_committed(tiny: Callable[[str], Path]) -> None:
     """A model larger than memory must load under the kernel's default overcommit rule."""
-    llm = Llama(tiny("tiny-mixed"), stream=StreamConfig(cache_mb=0), n_ctx=64)
+    llm = Llama(tiny("tiny-mixed"), stream=StreamConfig(cache_mb=0), n_ctx=64, **ONE_THREAD)
     assert llm.session.weights.source.reserved_bytes >= llm.session.layout.expert_total_bytes
     address = llm.session.weights.source.address(llm.session.layout.experts[0].span.name)
     flags = ""
@@ -108,10 +108,9 @@ def test_the_address_space_is_reserved_not_committed(tiny: Callable[[str], Path]
 
 
 @pytest.mark.parametrize(("of", "to"), [(b"endfor", b"endfox"), (b"<|im_end|>", b"<|im\xacend|>")])
-def test_metadata_that_llama_cpp_cannot_read_is_the_files_fault(tmp_path: Path, of: bytes, to: bytes) -> None:
-    path = write_model(tmp_path / "model.gguf", "tiny-qwen3moe")[0]
-    data = path.read_bytes()
+def test_metadata_that_llama_cpp_cannot_read_is_the_files_fault(tiny: Callable[[str], Path], tmp_path: Path, of: bytes, to: bytes) -> None:
+    path, data = tmp_path / "model.gguf", tiny("tiny-qwen3moe").read_bytes()
     assert of in data
     path.write_bytes(data.replace(of, to))
     with pytest.raises(ModelFileError, match=r"model\.gguf: llama_cpp cannot read its metadata or chat template"):
-        Llama(path, stream=StreamConfig(cache_mb=0), n_ctx=64)
+        Llama(path, stream=StreamConfig(cache_mb=0), n_ctx=64, **ONE_THREAD)

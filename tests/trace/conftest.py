@@ -22,7 +22,7 @@ EXPERT_BYTES = {1: 1000, 2: 1000, 3: 800}
 BATCHES: tuple[Batch, ...] = ((0, 0, 0, 4, 1), (0, 1, 4, 1, 1), (0, 1, 5, 1, 1), (0, 1, 6, 1, 1), (1, 0, 7, 2, 1), (1, 1, 9, 1, 1))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def meta() -> TraceMeta:
     """Layer 0 is dense, layers 1 to 3 have 8 experts each, 2 of them used."""
     return TraceMeta(
@@ -77,7 +77,7 @@ def write(tmp_path: Path, meta: TraceMeta, columns: Columns) -> Callable[[str], 
     return write_as
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_columns(meta: TraceMeta) -> Callable[..., Columns]:
     """Return rows for other batches than the standard ones."""
 

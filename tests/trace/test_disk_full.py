@@ -24,9 +24,14 @@ STEPS = 6_000
 ROWS_A_STEP = 6
 
 
-@pytest.fixture
-def columns(make_columns: Callable[..., Columns]) -> Columns:
+@pytest.fixture(scope="module")
+def many(make_columns: Callable[..., Columns]) -> Columns:
     return make_columns([(0, 0, 0, 4, 1), *((0, 1, step, 1, 1) for step in range(4, STEPS))])
+
+
+@pytest.fixture
+def columns(many: Columns) -> Columns:
+    return {name: values.copy() for name, values in many.items()}
 
 
 @pytest.fixture

@@ -185,7 +185,11 @@ def whole_before(n_rows: int) -> tuple[int, int]:
     return step, ROWS_UP_TO_STEP[step]
 
 
-@pytest.mark.parametrize("n_bytes_cut", range(2, 400))
+#: Anywhere in the last four rows, and at each seventh byte (rows are no multiple of it) of the three steps before.
+CUTS = (*range(2, 130), *range(130, 400, 7))
+
+
+@pytest.mark.parametrize("n_bytes_cut", CUTS)
 def test_a_cut_file_is_refused_or_read_up_to_the_last_whole_step(csv: Path, n_bytes_cut: int) -> None:
     whole = read_trace(csv).frame
     text = csv.read_bytes()[:-n_bytes_cut]

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 
 import polars as pl
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,9 +116,8 @@ def frame_of(cells: list[Cell]) -> pl.DataFrame:
     return pl.DataFrame({name: columns[name] for name in SCHEMA}, schema=SCHEMA)
 
 
-@pytest.mark.parametrize("n_layers", [3, 4])
-@settings(max_examples=400, deadline=None)
-@given(data=st.data())
+@settings(max_examples=400)
+@given(n_layers=st.sampled_from([3, 4]), data=st.data())
 def test_exactly_the_traces_that_are_in_order_are_accepted(n_layers: int, data: st.DataObject) -> None:
     cells = data.draw(spoiled_cells(n_layers))
     meta = TraceMeta(
