@@ -162,14 +162,23 @@ def test_rotating_more_than_a_head_is_refused(moe: GgufBytes, tmp_path: Path) ->
     assert "must be even and fit into a head of 32" in refused(moe, tmp_path)
 
 
-def test_a_rotated_part_as_large_as_a_latent_head_is_refused(moe: GgufBytes, tmp_path: Path) -> None:
-    moe.set("q.attention.key_length_mla", 32)
+@pytest.mark.parametrize(
+    "sizes", [{"key_length": 96, "key_length_mla": 32}, {"key_length": 32}, {"head_count": 1}], ids=lambda s: "+".join(s)
+)
+def test_a_rotated_part_as_large_as_a_latent_head_is_refused(sizes: dict[str, int], moe: GgufBytes, tmp_path: Path) -> None:
+    """The head's size as files of today name it, as those before them do, and as it follows from an embedding of 32."""
+    for name, size in ({"kv_lora_rank": 64} | sizes).items():
+        moe.set(f"q.attention.{name}", size)
     moe.set("q.rope.dimension_count", 32)
-    assert "fit into a head of 32" in refused(moe, tmp_path)
+    assert "must leave a part of a latent head of 32" in refused(moe, tmp_path)
+    moe.set("q.rope.dimension_count", 30)
+    assert read_layout(moe.write(tmp_path / "m.gguf")).n_expert == 4
 
 
-def test_a_latent_head_without_a_rotated_part_is_refused(moe: GgufBytes, tmp_path: Path) -> None:
-    moe.set("q.attention.key_length_mla", 32)
+@pytest.mark.parametrize("key", ["key_length_mla", "kv_lora_rank"])
+def test_a_latent_head_that_would_be_rotated_whole_is_refused(key: str, moe: GgufBytes, tmp_path: Path) -> None:
+    """Left out, all of the key is rotated, and llama.cpp asserts that a part of it is not."""
+    moe.set(f"q.attention.{key}", 32)
     moe.keys.pop("q.rope.dimension_count", None)
     assert "q.rope.dimension_count is missing" in refused(moe, tmp_path)
 

@@ -60,6 +60,10 @@ class _Keys:
     def error(self, reason: str) -> ModelFileError:
         return ModelFileError(str(self.header.path), reason)
 
+    def has(self, suffix: str) -> bool:
+        """Tell whether the file holds the key."""
+        return f"{self.arch}.{suffix}" in self.header.types
+
     def number(self, suffix: str, *, default: int | None = None, low: int = 0, high: int = 2**31 - 1) -> int:
         """Return a uint32 key; raises ModelFileError if it is missing without a default, of another type or out of range."""
         key = f"{self.arch}.{suffix}"
@@ -99,6 +103,7 @@ def read_hparams(header: GgufHeader) -> Hparams:
         raise keys.error(f"{max(*n_head, *n_head_kv)} attention heads are more than the {_MAX_HEADS} of any model; the file is damaged")
     _check_attention(keys, n_block)
     _check_rope(keys)
+    _check_latent_rope(keys, n_head[0])
     return Hparams(
         arch=keys.arch,
         name=str(header.scalars.get("general.name", "")),
@@ -149,12 +154,22 @@ def _check_rope(keys: _Keys) -> None:
     for rotated, head in (("rope.dimension_count", "key_length"), ("rope.dimension_count_swa", "key_length_swa")):
         if keys.header.types.get(f"{keys.arch}.{rotated}") == GgufType.ARRAY:
             continue
-        # Latent attention splits a head into a plain and a rotated part, neither of them empty. Left out, all of the key is rotated.
-        latent = keys.number("attention.key_length_mla", default=0)
-        n_rotated = keys.number(rotated, default=None if latent and rotated == "rope.dimension_count" else 0)
+        n_rotated = keys.number(rotated, default=0)
         size = keys.number(f"attention.{head}", default=_MAX_HEAD_SIZE, low=1, high=_MAX_HEAD_SIZE)
-        if n_rotated % 2 or n_rotated > size or (latent and n_rotated >= latent):
-            raise keys.error(f"the key {keys.arch}.{rotated} is {n_rotated}, must be even and fit into a head of {latent or size}")
+        if n_rotated % 2 or n_rotated > size:
+            raise keys.error(f"the key {keys.arch}.{rotated} is {n_rotated}, must be even and fit into a head of {size}")
+
+
+def _check_latent_rope(keys: _Keys, n_head: int) -> None:
+    """Latent attention splits a head into a plain and a rotated part, neither of them empty; left out, all of the key is rotated."""
+    if not keys.has("attention.kv_lora_rank") and not keys.has("attention.key_length_mla"):
+        return
+    n_rotated = keys.number("rope.dimension_count", low=1)
+    # Files from before key_length_mla have a head's size in key_length, those since then the size of what is cached.
+    named = [name for name in ("attention.key_length", "attention.key_length_mla") if keys.has(name)]
+    size = min(map(keys.number, named), default=keys.number("embedding_length", low=1) // max(n_head, 1))
+    if n_rotated >= size:
+        raise keys.error(f"the key {keys.arch}.rope.dimension_count is {n_rotated}, must leave a part of a latent head of {size}")
 
 
 def _check_vocabulary(keys: _Keys) -> int:
