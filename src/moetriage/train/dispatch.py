@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-#: What the rows of an expert are rounded up to on a CPU. oneDNN compiles a kernel for each shape, in about 0.5 ms, and keeps the last thousand:
-#: with loads as they come, most 16-bit products would compile one (84 ms instead of 11 for two products of 32 experts).
+#: What the rows of an expert are rounded up to on a CPU. oneDNN compiles a kernel for each shape, in about 0.5 ms, and keeps the last
+#: thousand: with loads as they come, most 16-bit products would compile one (84 ms instead of 11 for two products of 32 experts).
 ROW_MULTIPLE = 64
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moetriage.errors import UsageError
-from moetriage.train.admission import Plan
+from moetriage.train.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

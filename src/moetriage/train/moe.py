@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from moetriage.errors import UsageError
 from moetriage.train import expert_loop
-from moetriage.train.admission import THRESHOLD_POLICIES, Plan, admit, capacity
-from moetriage.train.dispatch import ROW_MULTIPLE, combine, gather, padded_slots, sorted_slots
+from moetriage.train.admission import THRESHOLD_POLICIES, admit, capacity
+from moetriage.train.dispatch import combine, gather, padded_slots, sorted_slots
 from moetriage.train.experts import Experts
 from moetriage.train.losses import load_balancing_loss, z_loss
 from moetriage.train.metrics import RoutingStats, stats_of_choices, stats_of_plan
 from moetriage.train.moe_config import MoEConfig
+from moetriage.train.plan import Plan
 from moetriage.train.router import Router, Routing, gates_of
 
 
@@ -125,9 +126,8 @@ class MoELayer(nn.Module):
         x_TD = _cast(x_TD)
         if not _use_grouped(x_TD, self.config):
             return expert_loop.run(self.experts, x_TD, gates_TK, expert_TK)
-        multiple = ROW_MULTIPLE if x_TD.device.type == "cpu" else 1
-        slots, rows_E = sorted_slots(expert_TK, self.config.num_experts, multiple=multiple)
-        return combine(self.experts.grouped(gather(x_TD, slots), rows_E), gates_TK, slots)
+        slots, load_E = sorted_slots(expert_TK, self.config.num_experts)
+        return combine(self.experts.grouped(gather(x_TD, slots), load_E), gates_TK, slots)
 
     def _losses(self, routing: Routing, expert_TK: Tensor, mask_T: Tensor | None) -> dict[str, Tensor]:
         losses = {}
@@ -145,7 +145,6 @@ def _cast(x_TD: Tensor) -> Tensor:
 
 
 def _use_grouped(x_TD: Tensor, config: MoEConfig) -> bool:
-    """Say whether F.grouped_mm runs this: compiled or off the CPU, on types it has and strides of whole 16 bytes."""
-    fits = x_TD.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    """Say whether F.grouped_mm runs this: off the CPU, on the type and the strides (whole 16 bytes) that it takes in every setting."""
     aligned = all(width * x_TD.element_size() % 16 == 0 for width in (config.d_model, config.d_expert))
-    return fits and aligned and (x_TD.device.type != "cpu" or torch.compiler.is_compiling())
+    return x_TD.device.type != "cpu" and x_TD.dtype == torch.bfloat16 and aligned
