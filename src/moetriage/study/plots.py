@@ -82,7 +82,7 @@ def _by_layer(axes: Any, conditions: Sequence[Row], styles: dict[str, Any]) -> N
 
 _CURVES = {
     "uncovered_fraction": ("token visits without an expert", "How coverage develops"),
-    "uncertain_fraction": ("token visits whose margin is at most the threshold", "How many tokens are uncertain?"),
+    "uncertain_fraction": ("uncertain token visits", "How many tokens are uncertain?"),
 }
 
 

@@ -24,12 +24,15 @@ from moetriage.gguf.bpe import tokenizer_keys
 from moetriage.gguf.shapes import Shape
 from moetriage.gguf.weights_file import Weight, write_weights
 from moetriage.gguf.writer import Value
+from moetriage.train.checkpoint import load_weights, open_checkpoint
+from moetriage.train.lm import NanoMoE
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.tokenizer import END_OF_TEXT
 
 ARCHITECTURE = "qwen3moe"
 #: What ``--type`` takes, and the number of general.file_type (llama_ftype) for each, which other tools show.
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_0": 2}
+DEFAULT_TYPE = "q8_0"
 #: Always two experts a token where no capacity is in the way, so that a limit of capacity is all that the engine leaves out.
 _TWO_EXPERT_POLICIES = ("top2", "bpr-top2", "fixed-top2")
 _F32 = "f32"
@@ -56,6 +59,15 @@ class Trained:
     tokenizer: dict[str, Any]
 
 
+def open_trained(path: Path) -> Trained:
+    """Read a checkpoint, or the newest one of a run. Raises UsageError if there is none, or its weights do not fit its settings."""
+    checkpoint = open_checkpoint(path)
+    check_exportable(checkpoint.config)
+    model = NanoMoE(checkpoint.config)
+    load_weights(model, checkpoint)
+    return Trained(config=checkpoint.config, weights=model.state_dict(), tokenizer=checkpoint.tokenizer)
+
+
 def check_exportable(config: ModelConfig) -> None:
     """Raise UsageError, saying what does export, for a model that computes what neither llama.cpp's nor Hugging Face's Qwen3-MoE does."""
     moe = config.moe
@@ -74,7 +86,7 @@ def check_exportable(config: ModelConfig) -> None:
         raise UsageError("a router with a selection bias (loss_free_bias_rate) cannot be exported: one with a load-balancing loss can")
 
 
-def write_gguf(trained: Trained, out: Path, *, ggml_type: str = "q8_0", name: str = "moetriage", force: bool = False) -> int:
+def write_gguf(trained: Trained, out: Path, *, ggml_type: str = DEFAULT_TYPE, name: str = "moetriage", force: bool = False) -> int:
     """Write a trained model as GGUF and return the file's size in bytes.
 
     ggml_type: f32, f16, q8_0 or q4_0, for all matrices except routers (f32) and the one that makes the logits (q8_0 at least, as
