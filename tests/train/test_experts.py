@@ -106,13 +106,14 @@ def test_gradcheck_of_the_loop() -> None:
     assert torch.autograd.gradcheck(branch, (x_TD, gates_TK), fast_mode=True)
 
 
+@pytest.mark.slow
 def test_the_loop_keeps_its_rules_as_an_operator() -> None:
     experts, (x_TD, gates_TK, expert_TK) = some_experts("gelu", True), routing()
     slots, rows_E = sorted_slots(expert_TK, E, multiple=8)
     where = (slots.slot_TK, slots.granted_TK, slots.token_M, rows_E)
     weights = [experts.up_proj, experts.down_proj, experts.up_bias, experts.down_bias]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(expert_loop._forward, (x_TD, gates_TK, *where, weights, "gelu", True), test_utils=checks)
+    torch.library.opcheck(expert_loop.forward_operator, (x_TD, gates_TK, *where, weights, "gelu", True), test_utils=checks)
 
 
 def test_a_forward_without_gradients_keeps_nothing() -> None:

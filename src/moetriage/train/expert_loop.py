@@ -32,12 +32,15 @@ def run(experts: Experts, x_TD: Tensor, gates_TK: Tensor, expert_TK: Tensor) -> 
     weights = [torch.cat([weight.to(x_TD.dtype) for weight in experts.inputs()], dim=2), experts.down_proj.to(x_TD.dtype)]
     if experts.up_bias is not None and experts.down_bias is not None:
         weights += [experts.up_bias.to(x_TD.dtype), experts.down_bias.to(x_TD.dtype)]
-    where = (slots.slot_TK, slots.granted_TK, slots.token_M, rows_E)
-    y_TD, _ = _forward(x_TD, gates_TK, *where, weights, experts.activation, torch.is_grad_enabled())
-    return y_TD
+    tensors = (x_TD, gates_TK, slots.slot_TK, slots.granted_TK, slots.token_M, rows_E)
+    keep = torch.is_grad_enabled()
+    # The operator's first call imports all of torch's compiler, some seconds that only a compiled layer has to spend.
+    if torch.compiler.is_compiling():
+        y_TD, _ = forward_operator(*tensors, weights, experts.activation, keep)
+        return y_TD
+    return _Loop.apply(experts.activation, keep, *tensors, *weights)
 
 
-@torch.library.custom_op("moetriage::expert_loop", mutates_args=())
 def _forward(
     x_TD: Tensor,
     gates_TK: Tensor,
@@ -61,7 +64,6 @@ def _forward(
     return weighted_rows(y_MD, gates_TK, slot_TK, granted_TK), pre_PMH
 
 
-@torch.library.custom_op("moetriage::expert_loop_backward", mutates_args=())
 def _backward(
     dy_TD: Tensor,
     x_TD: Tensor,
@@ -86,33 +88,48 @@ def _backward(
     return [weighted_rows(dx_MD, granted_TK, slot_TK, granted_TK), dgate_M[slot_TK].masked_fill_(~granted_TK, 0), *grads]
 
 
-@_forward.register_fake
+class _Loop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: str, keep: bool, *tensors: Tensor) -> Tensor:
+        y_TD, pre_PMH = _forward(*tensors[:6], list(tensors[6:]), activation, keep)
+        ctx.activation = activation
+        ctx.save_for_backward(*tensors[:6], pre_PMH, *tensors[6:])
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        dx_TD, dgates_TK, *grads = _backward(dy_TD, *ctx.saved_tensors[:7], list(ctx.saved_tensors[7:]), ctx.activation)
+        return None, None, dx_TD, dgates_TK, None, None, None, None, *grads
+
+
+forward_operator = torch.library.custom_op("moetriage::expert_loop", _forward, mutates_args=())
+backward_operator = torch.library.custom_op("moetriage::expert_loop_backward", _backward, mutates_args=())
+
+
+@forward_operator.register_fake
 def _(
-    x_TD: Tensor, gates_TK: Tensor, slot_TK: Any, granted_TK: Any, token_M: Tensor, rows_E: Any, weights: Any, activation: str, keep: bool
+    x_TD: Tensor, gates_TK: Any, slot_TK: Any, granted_TK: Any, token_M: Tensor, rows_E: Any, weights: Any, activation: str, keep: bool
 ) -> Any:
     return torch.empty_like(x_TD), _new_pre(x_TD, weights, len(token_M) if keep else 0)
 
 
-@_backward.register_fake
-def _(dy_TD: Any, x_TD: Tensor, gates_TK: Tensor, *_args: Any) -> list[Tensor]:
-    weights = _args[-2]
-    return [torch.empty_like(like) for like in (x_TD, gates_TK, *weights)]
+@backward_operator.register_fake
+def _(dy_TD: Any, x_TD: Tensor, gates_TK: Tensor, *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(like) for like in (x_TD, gates_TK, *rest[-2])]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, weights, activation, _ = inputs
     ctx.activation = activation
-    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, output[1], *weights)
 
 
-def _differentiate(ctx: Any, dy_TD: Tensor, _dpre: Tensor) -> tuple[Any, ...]:
-    tensors, weights = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-    dx_TD, dgates_TK, *grads = _backward(dy_TD.contiguous(), *tensors, list(weights), ctx.activation)
+def _differentiate(ctx: Any, dy_TD: Tensor, _: Tensor) -> tuple[Any, ...]:
+    dx_TD, dgates_TK, *grads = backward_operator(dy_TD, *ctx.saved_tensors[:7], list(ctx.saved_tensors[7:]), ctx.activation)
     return dx_TD, dgates_TK, None, None, None, None, grads, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+forward_operator.register_autograd(_differentiate, setup_context=_save)
 
 
 def _spans(rows_E: Tensor) -> Iterator[tuple[int, slice]]:

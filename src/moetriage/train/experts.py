@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from moetriage.train.dispatch import with_zero_row
+
 Activation = Literal["gelu", "swiglu"]
 
 
@@ -67,8 +69,9 @@ class Experts(nn.Module):
         pre = [F.grouped_mm(x_MD, weight.to(x_MD.dtype), offs=offsets_E) for weight in self.inputs()]
         if self.up_bias is None or self.down_bias is None:
             return F.grouped_mm(activate(pre, self.activation), self.down_proj.to(x_MD.dtype), offs=offsets_E)
+        # Rows beyond the last expert take a bias of their own: what their undefined values send back must reach no real one.
         rows_M = torch.arange(len(x_MD), device=x_MD.device, dtype=torch.int32)
-        expert_M = torch.searchsorted(offsets_E, rows_M, right=True).clamp(max=self.num_experts - 1)
-        pre = [values + self.up_bias.to(x_MD.dtype)[expert_M] for values in pre]
-        y_MD = F.grouped_mm(activate(pre, self.activation), self.down_proj.to(x_MD.dtype), offs=offsets_E)
-        return y_MD + self.down_bias.to(x_MD.dtype)[expert_M]
+        expert_M = torch.searchsorted(offsets_E, rows_M, right=True)
+        up_bias_MH, down_bias_MD = (with_zero_row(bias.to(x_MD.dtype))[expert_M] for bias in (self.up_bias, self.down_bias))
+        hidden_MH = activate([values_MH + up_bias_MH for values_MH in pre], self.activation)
+        return F.grouped_mm(hidden_MH, self.down_proj.to(x_MD.dtype), offs=offsets_E) + down_bias_MD
