@@ -98,7 +98,8 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        dx_TD, dgates_TK, *grads = _backward(dy_TD, *ctx.saved_tensors[:7], list(ctx.saved_tensors[7:]), ctx.activation)
+        saved = ctx.saved_tensors  # checkpointing allows one look
+        dx_TD, dgates_TK, *grads = _backward(dy_TD, *saved[:7], list(saved[7:]), ctx.activation)
         return None, None, dx_TD, dgates_TK, None, None, None, None, *grads
 
 
@@ -125,7 +126,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, dy_TD: Tensor, _: Tensor) -> tuple[Any, ...]:
-    dx_TD, dgates_TK, *grads = backward_operator(dy_TD, *ctx.saved_tensors[:7], list(ctx.saved_tensors[7:]), ctx.activation)
+    saved = ctx.saved_tensors
+    dx_TD, dgates_TK, *grads = backward_operator(dy_TD, *saved[:7], list(saved[7:]), ctx.activation)
     return dx_TD, dgates_TK, None, None, None, None, grads, None, None
 
 

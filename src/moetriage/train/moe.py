@@ -84,7 +84,7 @@ class MoELayer(nn.Module):
             losses = self._losses(routing, self.router.choose(routing.probs_TE, 1), mask_T)
             y_TD = self._dropless(x_TD, routing, plan.expert_TK) if drop_free else self._padded(x_TD, routing, plan)
             stats = stats_of_plan(plan, self.config.num_experts, self.threshold)
-        return MoEOutput(y_TD.view(*x_BSD.shape[:-1], -1), plan, losses, stats)
+        return MoEOutput(y_TD.view(x_BSD.shape), plan, losses, stats)
 
     def _check(self, x_BSD: Tensor, mask_BS: Tensor | None) -> None:
         if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.config.d_model:
@@ -106,7 +106,7 @@ class MoELayer(nn.Module):
             capacity=n_tokens if drop_free else capacity(factor, n_tokens, num_experts),
             margin_threshold=self.threshold,
             mask_T=mask_T,
-            sequence_length=sequence_length,
+            sequence_length=max(sequence_length, 1),
             check_values=False,  # the router has looked
         )
 
