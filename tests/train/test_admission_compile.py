@@ -40,6 +40,7 @@ def test_admission_compiles_into_one_graph(policy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_graph_serves_any_number_of_tokens(policy: str) -> None:
     compiled = torch.compile(admit, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -51,7 +52,8 @@ def test_one_graph_serves_any_number_of_tokens(policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # importing inductor makes torch warn of itself
 @pytest.mark.parametrize("policy", QUICK)
 def test_machine_code_of_the_graph_says_the_same(policy: str) -> None:
     compiled = torch.compile(admit, backend="inductor", fullgraph=True)

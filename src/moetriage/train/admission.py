@@ -8,7 +8,6 @@ Legend: T tokens, E experts, K = 2 choices.
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from moetriage.errors import UsageError
 from moetriage.train.causal import admit_causal
-from moetriage.train.ordered import ONE_CHOICE, TWO_CHOICES, admit_one_choice, admit_two_choices
+from moetriage.train.ordered import ORDERED, admit_ordered
 from moetriage.train.passes import Choices, two_best
 from moetriage.train.plan import NONE, OPTIONAL, PRIMARY, RESCUE, Plan
 from moetriage.train.selective import admit_selective
@@ -86,10 +85,8 @@ def admit(
     choices = two_best(probs_TE, mask_T)
     if check_values and not torch.compiler.is_compiling():
         _check_values(choices)
-    if policy in ONE_CHOICE:
-        return admit_one_choice(choices, policy, capacity)
-    if policy in TWO_CHOICES:
-        return admit_two_choices(choices, policy, capacity)
+    if policy in ORDERED:
+        return admit_ordered(choices, policy, capacity)
     if policy == "capsel2-causal":
         assert margin_threshold is not None
         assert sequence_length is not None
@@ -113,7 +110,8 @@ def _check_settings(n_tokens: int, policy: str, threshold: float | Tensor | None
     if policy in THRESHOLD_POLICIES:
         if threshold is None:
             raise UsageError(f"policy {policy} gives second experts by margin: it needs margin_threshold")
-        if not isinstance(threshold, Tensor) and math.isnan(threshold):
+        # math.isnan does not compile for a number that the graph takes as an input.
+        if not isinstance(threshold, Tensor) and threshold != threshold:
             raise UsageError("margin_threshold nan: must be a number; 0 gives second experts at ties alone")
     if policy == "capsel2-causal" and (sequence_length is None or sequence_length < 1 or n_tokens % sequence_length):
         raise UsageError(f"policy {policy}, {n_tokens} tokens: needs sequence_length, which must divide them; got {sequence_length}")

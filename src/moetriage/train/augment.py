@@ -19,12 +19,15 @@ from moetriage.train.passes import Choices, Queue
 
 @dataclass(frozen=True)
 class Lines:
-    """The four orders that moving needs: tokens before their first or second choice, by the score asked with or by smallest margin."""
+    """The orders that moving needs.
+
+    first_by_score, first_by_margin: tokens before their first choices. second: before their second ones, those that their first choice
+    refused by the score asked with, those that it serves by smallest margin.
+    """
 
     first_by_score: Queue
-    second_by_score: Queue
     first_by_margin: Queue
-    second_by_margin: Queue
+    second: Queue
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,11 @@ def augment(choices: Choices, lines: Lines, slots: Slots, capacity: int) -> Slot
     """
     for waits_at_first in (True, False):
         waiting_T = choices.asks_second_T & (slots.first_T < 0) & (slots.second_T < 0)
-        line = lines.first_by_score if waits_at_first else lines.second_by_score
+        line = lines.first_by_score if waits_at_first else lines.second
         rank_T, waiting_E = line.ranks(waiting_T)
         moving_T = _movers(choices, lines, slots, waiting_E, capacity - slots.load_E)
         taken_T, placed_T = _hand_over(lines.first_by_margin, slots.first_T, moving_T, line.expert_R, rank_T, waiting_T)
-        target_rank_T, moved_in_E = lines.second_by_margin.ranks(moving_T)
+        target_rank_T, moved_in_E = lines.second.ranks(moving_T)
         moved_slot_T = slots.load_E.index_select(0, choices.second_T) + target_rank_T
         first_T = torch.where(moving_T, -1, slots.first_T)
         second_T = torch.where(moving_T, moved_slot_T, slots.second_T)
@@ -70,7 +73,7 @@ def _movers(choices: Choices, lines: Lines, slots: Slots, wanted_E: Tensor, room
 
     def fits(movers_T: Tensor) -> Tensor:
         from_rank_T, _ = lines.first_by_margin.ranks(movers_T)
-        to_rank_T, _ = lines.second_by_margin.ranks(movers_T)
+        to_rank_T, _ = lines.second.ranks(movers_T)
         return (from_rank_T < wanted_T) & (to_rank_T < room_T)
 
     def still_possible(possible_T: Tensor) -> Tensor:

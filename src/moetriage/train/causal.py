@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moetriage.train.fixpoint import fixpoint
-from moetriage.train.passes import Choices, queues
+from moetriage.train.passes import Choices, queue
 from moetriage.train.plan import Plan, make_plan
 
 
@@ -84,16 +84,16 @@ def _stream(choices: Choices, unsure_T: Tensor, capacity: int, sequence_length: 
     position_T = index_T % sequence_length
     time_T = position_T * (n_tokens // sequence_length) + index_T // sequence_length
     expert_R = torch.cat((choices.first_T, choices.second_T))
-    (queue,) = queues([(expert_R, time_T.repeat(2))], choices.num_experts, n_tokens.bit_length())
+    line = queue(expert_R, choices.num_experts, time_T.repeat(2), n_tokens.bit_length())
 
     # Who names an expert does not depend on who was refused. So an expert that fills earlier never makes another one fill later.
-    named_before_R, _ = queue.ranks(torch.cat((choices.asks_T, unsure_T)))
+    named_before_R, _ = line.ranks(torch.cat((choices.asks_T, unsure_T)))
     in_share_T = (named_before_R[n_tokens:] + 1) * sequence_length <= (position_T + 1) * capacity
     always_T = unsure_T & in_share_T
     late_R = torch.cat((torch.zeros_like(always_T), choices.asks_second_T & ~always_T))
 
     def by_expert_and_time(x_R: Tensor) -> Tensor:
-        return x_R.index_select(0, queue.order_R)
+        return x_R.index_select(0, line.order_R)
 
     return _Stream(
         expert_R=by_expert_and_time(expert_R),
@@ -101,6 +101,6 @@ def _stream(choices: Choices, unsure_T: Tensor, capacity: int, sequence_length: 
         time_R=by_expert_and_time(time_T.repeat(2)),
         always_R=by_expert_and_time(torch.cat((choices.asks_T, always_T))),
         late_R=by_expert_and_time(late_R),
-        order_R=queue.order_R,
-        start_E=queue.start_E,
+        order_R=line.order_R,
+        start_E=line.start_E,
     )

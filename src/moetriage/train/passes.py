@@ -9,7 +9,6 @@ Legend: T tokens, R requests (a queue's entries), E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,21 +101,18 @@ class Queue:
         return torch.where(asks_R & (slot_R < capacity), slot_R, -1), (load_E + count_E).clamp(max=capacity)
 
 
-def queues(requests: Sequence[tuple[Tensor, Tensor]], num_experts: int, priority_bits: int) -> list[Queue]:
-    """Build a queue of each (expert_R, priority_R), low priorities first; priorities are int64 from 0 below 2**priority_bits.
+def queue(expert_R: Tensor, num_experts: int, priority_R: Tensor | None = None, priority_bits: int = SCORE_BITS) -> Queue:
+    """Line up requests before their experts, low priorities first (int64 from 0 below 2**priority_bits), by index if there is none.
 
-    One sort makes them all: three of 16,384 requests take three times as long, as torch sorts by radix from 32,768 integers on.
+    Queues are sorted one by one. One sort for all would be faster alone on a machine: from 32,768 integers on torch sorts on all threads,
+    which meet for each byte of the keys. But where another process takes a processor away, that took a second instead of 1 ms.
     """
-    length, device = len(requests[0][0]), requests[0][0].device
-    groups = len(requests) * num_experts
-    # Groups in the upper bits, in the shortest type: a radix sort makes a pass for each byte of it.
-    bits = groups.bit_length() + priority_bits
-    dtype = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64
-    keys = [((i * num_experts + expert_R) << priority_bits) + priority_R for i, (expert_R, priority_R) in enumerate(requests)]
-    key_R, order_R = torch.cat(keys).to(dtype).sort(stable=True)
-    start_E = torch.searchsorted(key_R, torch.arange(groups + 1, device=device).to(dtype) << priority_bits)
-    made = []
-    for i, (expert_R, _) in enumerate(requests):
-        order, start = order_R[i * length : (i + 1) * length], start_E[i * num_experts : (i + 1) * num_experts + 1]
-        made.append(Queue(expert_R, order - i * length, start - i * length) if i else Queue(expert_R, order, start))
-    return made
+    if priority_R is None:
+        key_R, priority_bits = expert_R, 0
+    else:
+        key_R = (expert_R << priority_bits) + priority_R
+    bits = num_experts.bit_length() + priority_bits
+    dtype = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64  # short keys mean fewer such meetings
+    sorted_R, order_R = key_R.to(dtype).sort(stable=True)
+    first_key_E = torch.arange(num_experts + 1, device=expert_R.device) << priority_bits
+    return Queue(expert_R, order_R, torch.searchsorted(sorted_R, first_key_E.to(dtype)))

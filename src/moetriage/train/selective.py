@@ -12,41 +12,32 @@ import torch
 from torch import Tensor
 
 from moetriage.train.augment import Lines, Slots, augment
-from moetriage.train.passes import SCORE_BITS, Choices, Queue, largest_first, queues, smallest_first
+from moetriage.train.passes import SCORE_BITS, Choices, Queue, largest_first, queue, smallest_first
 from moetriage.train.plan import Plan, make_plan
-
-SELECTIVE = ("capsel2", "primary+rescue", "primary+optional", "capsel2-online", "augment")
 
 
 def admit_selective(choices: Choices, policy: str, capacity: int, threshold: float | Tensor | None) -> Plan:
     """Run the passes of ``policy``. ``threshold`` may be None for ``primary+rescue``, which has no optional pass."""
-    by_score, by_second_score, by_second_margin, *by_margin = _queues(choices, policy)
-    nobody_T = torch.zeros_like(choices.asks_T)
-
+    by_score = queue(choices.first_T, choices.num_experts, largest_first(choices.best_T))
     first_T, load_E = by_score.grant(choices.asks_T, choices.no_load(), capacity)
-    refused_T = choices.asks_second_T & (first_T < 0)
-    served_T = choices.asks_second_T & (first_T >= 0)
+    seconds = _second_choices(choices, first_T)
 
-    rescue_T = nobody_T if policy == "primary+optional" else refused_T
-    second_T, load_E = by_second_score.grant(rescue_T, load_E, capacity)
+    nobody_T = torch.zeros_like(choices.asks_T)
+    rescue_T = nobody_T if policy == "primary+optional" else choices.asks_second_T & (first_T < 0)
+    optional_T = nobody_T if threshold is None else choices.asks_second_T & (first_T >= 0) & (choices.margin_T <= threshold)
     if policy == "augment":
-        lines = Lines(by_score, by_second_score, by_margin[0], by_second_margin)
-        slots = augment(choices, lines, Slots(first_T, second_T, load_E), capacity)
-        first_T, second_T, load_E = slots.first_T, slots.second_T, slots.load_E
+        rescued_T, load_E = seconds.grant(rescue_T, load_E, capacity)
+        by_margin = queue(choices.first_T, choices.num_experts, smallest_first(choices.margin_T))
+        slots = augment(choices, Lines(by_score, by_margin, seconds), Slots(first_T, rescued_T, load_E), capacity)
+        optional_T = optional_T & (slots.second_T < 0)  # who was moved to its second choice has it already
+        extra_T, _ = seconds.grant(optional_T, slots.load_E, capacity)
+        return make_plan(choices, slots.first_T, torch.maximum(slots.second_T, extra_T), rescue_T, optional_T, capacity)
+    # One queue for both passes: it hears every rescue first.
+    second_T, _ = seconds.grant(rescue_T | optional_T, load_E, capacity)
+    return make_plan(choices, first_T, second_T, rescue_T, optional_T, capacity)
 
-    # Who was moved to its second choice by an augmenting step has it already.
-    optional_T = nobody_T if threshold is None else served_T & (second_T < 0) & (choices.margin_T <= threshold)
-    extra_T, _ = by_second_margin.grant(optional_T, load_E, capacity)
-    return make_plan(choices, first_T, torch.maximum(second_T, extra_T), rescue_T, optional_T, capacity)
 
-
-def _queues(choices: Choices, policy: str) -> list[Queue]:
-    by_margin_T = smallest_first(choices.margin_T)
-    requests = [
-        (choices.first_T, largest_first(choices.best_T)),
-        (choices.second_T, largest_first(choices.rest_T)),
-        (choices.second_T, by_margin_T),
-    ]
-    if policy == "augment":
-        requests.append((choices.first_T, by_margin_T))
-    return queues(requests, choices.num_experts, SCORE_BITS)
+def _second_choices(choices: Choices, first_slot_T: Tensor) -> Queue:
+    """Line up second choices: of refused tokens by score, then of served ones by smallest margin."""
+    rescue_T, optional_T = largest_first(choices.rest_T), smallest_first(choices.margin_T) + (1 << SCORE_BITS)
+    return queue(choices.second_T, choices.num_experts, torch.where(first_slot_T < 0, rescue_T, optional_T), SCORE_BITS + 1)
