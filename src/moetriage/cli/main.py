@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from moetriage import __version__
-from moetriage.cli import chat, data, demo, export, model, replay, run, study, terminal
+from moetriage.cli import chat, data, demo, export, model, replay, run, study, terminal, train
 from moetriage.errors import MoetriageError
 
 INTERRUPTED = 130
@@ -29,6 +29,7 @@ app.command("synth")(model.synth)
 app.command("demo")(demo.demo)
 app.command("replay")(replay.replay)
 app.add_typer(data.app, name="data")
+app.command("train")(train.train)
 app.command("export")(export.export)
 app.add_typer(study.app, name="study")
 

@@ -10,9 +10,9 @@ Legend: B sequences, S positions, D model width, N query heads, M key/value head
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from moetriage.train.causal_attention import causal_attention
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.norms import RMSNorm
 
@@ -56,9 +56,7 @@ class Attention(nn.Module):
         v_BMSH = self._heads(self.v_proj(x_BSD))
         if rotary is not None:
             q_BNSH, k_BMSH = rotary(q_BNSH), rotary(k_BMSH)
-        grouped = q_BNSH.shape[1] != k_BMSH.shape[1]
-        out_BNSH = F.scaled_dot_product_attention(q_BNSH, k_BMSH, v_BMSH, is_causal=True, enable_gqa=grouped)
-        return self.o_proj(out_BNSH.transpose(1, 2).flatten(2))
+        return self.o_proj(causal_attention(q_BNSH, k_BMSH, v_BMSH).transpose(1, 2).flatten(2))
 
     def _heads(self, x_BSD: Tensor) -> Tensor:
         return x_BSD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -59,6 +59,10 @@ class TokenStream:
         assert 0 <= start <= start + count <= len(self)
         return np.concatenate([part.astype(np.int64) for part in self._pieces(start, start + count)])
 
+    def pieces(self, count: int) -> Iterator[NDArray[np.int64]]:
+        """Yield all ids in order, ``count`` at a time."""
+        return (self.read(start, min(count, len(self) - start)) for start in range(0, len(self), count))
+
     def _pieces(self, start: int, end: int) -> Iterator[NDArray[np.uint16]]:
         first = int(np.searchsorted(self._ends, start, side="right"))
         for part, part_end in zip(self._parts[first:], self._ends[first:], strict=True):

@@ -7,6 +7,7 @@ as it did in training. Nothing is normalised, so ids decode to the very bytes. N
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,20 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text; bytes that form no character yet are shown as U+FFFD."""
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
+
+    def bytes_of(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes that ids stand for, nothing for <|endoftext|>."""
+        table = self._table
+        return b"".join([table[token] for token in ids])
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        """The bytes of each token. In the file they are spelt with a printable character for each byte (GPT-2's alphabet)."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        byte_of = {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+        spelt = (self._inner.id_to_token(token) for token in range(self.vocab_size))
+        return [b"" if text == END_OF_TEXT else bytes(byte_of[char] for char in text) for text in spelt]
 
     def as_json(self) -> str:
         """Return what ``tokenizer.json`` holds."""

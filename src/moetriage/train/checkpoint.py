@@ -1,0 +1,168 @@
+"""Checkpoints: a model and the state of its training in, a folder that is whole or not there out; and back.
+
+A checkpoint is written beside its final name and renamed once all of it is on the disk, and only then are older ones removed. It holds
+``model.safetensors``, ``trainer.safetensors``, ``tokenizer.json`` and ``checkpoint.json``, so that exports need nothing else. Deliberately
+unknown here: when to save, and what the settings mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor, nn
+
+from moetriage.errors import UsageError
+from moetriage.train.model_config import ModelConfig
+from moetriage.train.tokenizer import FILE_NAME as TOKENIZER
+
+FORMAT = 1
+_MODEL, _TRAINER, _ABOUT = "model.safetensors", "trainer.safetensors", "checkpoint.json"
+_PREFIX = "checkpoint-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What was saved. ``about``: JSON values of the saver's own. ``tokenizer``: the parsed tokenizer.json."""
+
+    folder: Path
+    step: int
+    config: ModelConfig
+    about: dict[str, Any]
+    tokenizer: dict[str, Any]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the model's parameters and buffers by NanoMoE's names. Raises UsageError if the file is damaged."""
+        return _load(self.folder / _MODEL)
+
+    def trainer_state(self) -> dict[str, Tensor]:
+        """Return ``Trainer.state_dict`` as it was. Raises UsageError if the file is damaged."""
+        return _load(self.folder / _TRAINER)
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    *,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    trainer_state: Mapping[str, Tensor],
+    tokenizer: bytes,
+    about: Mapping[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Write ``checkpoint-STEP`` into ``run`` and return its path; the newest ``keep`` stay.
+
+    Raises UsageError if it cannot be written, for instance because the disk is full; the earlier ones are untouched then.
+    """
+    folder = run / f"{_PREFIX}{step:08d}"
+    partial = run / f".{folder.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _save(partial / _MODEL, weights)
+        _save(partial / _TRAINER, trainer_state)
+        content = {"format": FORMAT, "step": step, "model": config.as_dict(), "about": dict(about)}
+        for name, data in ((TOKENIZER, tokenizer), (_ABOUT, (json.dumps(content, indent=1) + "\n").encode())):
+            (partial / name).write_bytes(data)
+            _to_disk(partial / name)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.replace(folder)
+        _to_disk(run)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UsageError(_cannot_write(run, folder, error)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    for old in _folders(run)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint, or the newest one of a run's folder. Raises UsageError, with the path, if there is none or it is damaged."""
+    folder = path if (path / _ABOUT).is_file() else newest(path)
+    if folder is None:
+        raise UsageError(f"{path}: no checkpoint there; name the folder that moetriage train wrote, or one of its {_PREFIX}... folders")
+    try:
+        content = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        tokenizer = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise UsageError(f"{folder}: in format {content['format']}, this version reads {FORMAT}")
+        return Checkpoint(
+            folder=folder,
+            step=int(content["step"]),
+            config=ModelConfig.from_dict(content["model"]),
+            about=content["about"],
+            tokenizer=tokenizer,
+        )
+    except UsageError as error:
+        raise error if str(folder) in str(error) else UsageError(f"{folder}: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder}: the checkpoint is damaged ({error}); take an earlier one") from error
+
+
+def newest(run: Path) -> Path | None:
+    """Return the checkpoint of a run that has most steps, None if it has none."""
+    return next(reversed(_folders(run)), None)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into a model. Raises UsageError that names the first parameter of another shape, missing or left over."""
+    found = checkpoint.weights()
+    own = model.state_dict()
+    for name in sorted(own.keys() | found.keys()):
+        there, here = (tuple(tensors[name].shape) if name in tensors else None for tensors in (found, own))
+        if there != here:
+            raise UsageError(
+                f"{checkpoint.folder}: a checkpoint of another shape: {name} is {there or 'missing'} there and {here or 'missing'} in this "
+                "model; use the settings it was trained with"
+            )
+    model.load_state_dict(found)
+
+
+def _folders(run: Path) -> list[Path]:
+    """Return the whole checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in run.glob(f"{_PREFIX}*/{_ABOUT}"))
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    safetensors.torch.save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    _to_disk(path)
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except safetensors.SafetensorError as error:
+        raise UsageError(f"{path}: the checkpoint is damaged ({error}); take an earlier one") from error
+    return tensors
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk: a name that survives a crash must not outlive its content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(run: Path, folder: Path, error: Exception) -> str:
+    reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    before = None
+    with contextlib.suppress(OSError):
+        before = newest(run)
+    then = f"{before.name} is whole: go on from there with --resume" if before is not None else "there is no earlier one"
+    return f"{folder}: cannot be written: {reason}; {then}"

@@ -1,0 +1,128 @@
+"""A checkpoint is whole or not there, gives back what was put in, and says what is wrong with it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train.running import small_model
+
+from moetriage.errors import UsageError
+from moetriage.train import checkpoint as module
+from moetriage.train.checkpoint import load_weights, newest, open_checkpoint, save_checkpoint
+from moetriage.train.lm import NanoMoE
+
+
+def save(run: Path, step: int, model: NanoMoE, **changes: Any) -> Path:
+    options = {"trainer_state": {"a": torch.arange(3)}, "tokenizer": b'{"t": 1}', "about": {"seconds": 1.5}} | changes
+    return save_checkpoint(run, step, config=model.config, weights=model.state_dict(), **options)
+
+
+@pytest.fixture
+def model() -> NanoMoE:
+    return NanoMoE(small_model())
+
+
+def test_what_was_saved_comes_back(model: NanoMoE, tmp_path: Path) -> None:
+    folder = save(tmp_path, 7, model)
+    found = open_checkpoint(tmp_path)
+    assert found.folder == folder == open_checkpoint(folder).folder
+    assert (found.step, found.config, found.about, found.tokenizer) == (7, model.config, {"seconds": 1.5}, {"t": 1})
+    assert torch.equal(found.trainer_state()["a"], torch.arange(3))
+    other = NanoMoE(small_model())
+    assert not torch.equal(other.output_VD, model.output_VD)
+    load_weights(other, found)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def test_the_newest_is_taken_and_the_oldest_goes(model: NanoMoE, tmp_path: Path) -> None:
+    for step in (5, 10, 90, 100):
+        save(tmp_path, step, model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000090", "checkpoint-00000100"]
+    assert open_checkpoint(tmp_path).step == 100
+
+
+def test_a_half_written_one_is_none(model: NanoMoE, tmp_path: Path) -> None:
+    """What a kill leaves behind while one is written."""
+    save(tmp_path, 5, model)
+    partial = tmp_path / ".checkpoint-00000010.partial"
+    partial.mkdir()
+    (partial / "checkpoint.json").write_text("{}")
+    assert open_checkpoint(tmp_path).step == 5
+    save(tmp_path, 10, model)
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("at", ["model.safetensors", "trainer.safetensors", "tokenizer.json", "checkpoint.json"])
+def test_a_disk_that_fills_up_leaves_the_earlier_one(at: str, model: NanoMoE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 5, model)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    to_disk = module._to_disk
+
+    def full(path: Path) -> None:
+        if path.name == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        to_disk(path)
+
+    monkeypatch.setattr(module, "_to_disk", full)
+    with pytest.raises(UsageError) as caught:
+        save(tmp_path, 10, model)
+    assert "cannot be written: No space left on device; checkpoint-00000005 is whole: go on from there with --resume" in str(caught.value)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_without_one_is_refused(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    with pytest.raises(UsageError, match="no checkpoint there"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"d_model": 32, "moe": {"d_model": 32}}, r"model.embed_tokens.weight is \(300, 64\) there and \(300, 32\) in this model"),
+        ({"n_layer": 3}, r"model.layers.2.\S+ is missing there"),
+        ({"n_layer": 1}, r"model.layers.1.\S+ is \(\S.*\) there and missing in this model"),
+        ({"moe": {"num_experts": 4}}, r"\S+ is \(8, \S+ \S+ there and \(4, \S+ \S+ in this model"),
+    ],
+    ids=["width", "layer more", "layer less", "experts"],
+)
+def test_a_model_of_another_shape_is_refused_by_name(settings: dict[str, Any], message: str, model: NanoMoE, tmp_path: Path) -> None:
+    save(tmp_path, 5, model)
+    other = NanoMoE(small_model(**settings))
+    before = other.output_VD.clone()
+    with pytest.raises(UsageError, match="a checkpoint of another shape: " + message):
+        load_weights(other, open_checkpoint(tmp_path))
+    assert torch.equal(other.output_VD, before)
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "checkpoint.json").write_text("{"), "the checkpoint is damaged"),
+        (lambda folder: (folder / "checkpoint.json").write_text("{}"), "the checkpoint is damaged"),
+        (lambda folder: change(folder / "checkpoint.json", format=9), "in format 9, this version reads 1"),
+        (lambda folder: change(folder / "checkpoint.json", model={"style": "qwen3"}), "not the settings of a NanoMoE model"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\1" * 100), "model.safetensors: the checkpoint is damaged"),
+    ],
+    ids=["cut", "empty", "version", "settings", "no tokenizer", "no weights", "weights"],
+)
+def test_a_damaged_one_is_refused_with_its_path(damage: Any, message: str, model: NanoMoE, tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, model)
+    damage(folder)
+    with pytest.raises(UsageError) as caught:
+        load_weights(model, open_checkpoint(folder))
+    assert str(folder) in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
