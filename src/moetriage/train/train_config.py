@@ -104,7 +104,7 @@ class Preset:
 PRESETS = {
     "bundled": Preset(
         model=model_config.bundled,
-        train=TrainConfig(steps=8000, batch=16, context=512, learning_rate=2e-3, precision="bf16", save_every=250),
+        train=TrainConfig(steps=2000, batch=8, context=512, learning_rate=2e-3, precision="bf16", save_every=250),
     ),
     "study": Preset(
         model=model_config.study,
