@@ -167,6 +167,11 @@ def test_routing_is_that_of_the_values_in_float32(policy: str, dtype: torch.dtyp
     assert narrow.margin_T.dtype == torch.float32
 
 
+def test_what_is_equal_in_float32_is_a_tie_in_float64_too() -> None:
+    probs_TE = torch.tensor([[0.3, 0.3 + 1e-12, 0.3 + 2e-12]], dtype=torch.float64)
+    assert admit(probs_TE, "top2", capacity=1).expert_TK.tolist() == [[0, 1]]
+
+
 def test_a_threshold_may_be_a_tensor_and_online_is_capsel2_with_the_one_it_is_given() -> None:
     probs_TE = torch.randn(300, 8).softmax(1)
     for policy in ("capsel2", "capsel2-online"):
