@@ -9,9 +9,9 @@ import pytest
 from study.cells import SPEC, result
 
 from moetriage.errors import UsageError
-from moetriage.study import folder as folder_module
 from moetriage.study.folder import StudyFolder
 from moetriage.study.spec import StudySpec
+from moetriage.train import files
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_full_disk_leaves_no_part_of_a_cell(folder: StudyFolder, monkeypatch: 
     def full(_fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder_module.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     cell = SPEC.cells[0]
     with pytest.raises(UsageError, match="No space left on device; what was finished before is kept"):
         folder.add(cell, result(cell))

@@ -108,8 +108,8 @@ def change(path: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "checkpoint.json").write_text("{"), "the checkpoint is damaged"),
-        (lambda folder: (folder / "checkpoint.json").write_text("{}"), "the checkpoint is damaged"),
+        (lambda folder: (folder / "checkpoint.json").write_text("{"), "checkpoint.json: is damaged"),
+        (lambda folder: (folder / "checkpoint.json").write_text("{}"), "is damaged ('format' is missing)"),
         (lambda folder: change(folder / "checkpoint.json", format=9), "in format 9, this version reads 1"),
         (lambda folder: change(folder / "checkpoint.json", model={"style": "qwen3"}), "not the settings of a NanoMoE model"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: cannot be read"),

@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_leaves_what_was_there(folder: Path, tmp_path: Path
     ("damage", "message"),
     [
         (lambda out: (out / MANIFEST).unlink(), "no data there"),
-        (lambda out: (out / MANIFEST).write_text("{"), "is no JSON"),
+        (lambda out: (out / MANIFEST).write_text("{"), "is damaged"),
         (lambda out: (out / MANIFEST).write_text(json.dumps({"format": 99})), "is not in format 1"),
         (lambda out: (out / "train-00000.bin").unlink(), "train-00000.bin: cannot be read"),
         (lambda out: (out / "train-00000.bin").write_bytes(b"abc"), "has 3 bytes"),

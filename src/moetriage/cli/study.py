@@ -78,9 +78,9 @@ def _check_plots() -> None:
 
 
 def _report(folder: Any, *, plots: bool, json_output: bool) -> None:
-    from moetriage.study.folder import write_text
     from moetriage.study.report import as_json, markdown
     from moetriage.study.summary import summarise
+    from moetriage.train.files import write_whole
 
     spec, _, threshold = folder.read()
     cells = folder.results(spec)
@@ -90,8 +90,8 @@ def _report(folder: Any, *, plots: bool, json_output: bool) -> None:
         from moetriage.study.plots import draw
 
         names = draw(spec, threshold, cells, folder.path)
-    write_text(folder.path / _REPORT, markdown(summary, plots=names))
-    write_text(folder.path / _SUMMARY, as_json(summary))
+    write_whole(folder.path / _REPORT, markdown(summary, plots=names))
+    write_whole(folder.path / _SUMMARY, as_json(summary))
     if json_output:
         terminal.print_json(summary)
         return

@@ -25,6 +25,13 @@ def tokenizer_keys(tokenizer: dict[str, Any], *, vocab_size: int, eos_token: str
     eos_token: text of the token that ends a text; it is also named as the first one, but never added by itself. None: none is named.
     Rows without a token get one of type UNUSED. Raises UsageError for a tokenizer that llama.cpp would not reproduce.
     """
+    try:
+        return _keys(tokenizer, vocab_size, eos_token)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"the tokenizer is damaged ({type(error).__name__}: {error}); is it a tokenizer.json?") from error
+
+
+def _keys(tokenizer: dict[str, Any], vocab_size: int, eos_token: str | None) -> dict[str, Value]:
     _check(tokenizer)
     added = {int(token["id"]): token for token in tokenizer.get("added_tokens") or ()}
     texts = {int(number): text for text, number in tokenizer["model"]["vocab"].items()}

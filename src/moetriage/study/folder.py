@@ -7,15 +7,18 @@ was; a folder of another study, or on other data, is refused.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from moetriage.errors import UsageError
+from moetriage.study.result import check_result
 from moetriage.study.spec import Cell, StudySpec
+from moetriage.train.files import damaged, read_object, write_whole
 
 Row = dict[str, Any]
 FORMAT = 1
+_RUN_AGAIN = "remove it and run the study again"
+_OTHER_FOLDER = "run the study again in another folder"
 
 
 class StudyFolder:
@@ -32,20 +35,21 @@ class StudyFolder:
         Raises UsageError if the folder holds another study, one on other data, or something else.
         """
         if not self._about.exists():
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if self.path.exists() and not _just_begun(self.path):
                 raise UsageError(f"{self.path}: exists and is no study; choose another folder")
             _make_folder(self._cells)
             return None
-        about = self._read_about()
-        if about["spec"] != spec.as_dict():
-            names = [name for name, value in spec.as_dict().items() if about["spec"].get(name) != value]
+        found, found_sha256, threshold = self.read()
+        if found != spec:
+            ours, theirs = spec.as_dict(), found.as_dict()
+            names = [name for name, value in ours.items() if theirs[name] != value]
             raise UsageError(f"{self.path}: holds a study with other settings ({', '.join(names)}); choose another folder")
-        if about["data_sha256"] != data_sha256:
+        if found_sha256 != data_sha256:
             raise UsageError(
-                f"{self.path}: holds a study on other data ({about['data_sha256'][:12]}, not {data_sha256[:12]}); choose another folder"
+                f"{self.path}: holds a study on other data ({found_sha256[:12]}, not {data_sha256[:12]}); choose another folder"
             )
         _make_folder(self._cells)
-        return float(about["threshold"])
+        return threshold
 
     def begin(self, spec: StudySpec, data_sha256: str, threshold: float) -> None:
         """Store what this study is of."""
@@ -56,8 +60,14 @@ class StudyFolder:
         """Return spec, digest of the data and threshold. Raises UsageError if the folder holds no study."""
         if not self._about.exists():
             raise UsageError(f"{self.path}: is no study, it has no study.json; run `moetriage study run DATA {self.path}` first")
-        about = self._read_about()
-        return StudySpec.from_dict(about["spec"]), about["data_sha256"], float(about["threshold"])
+        about = read_object(self._about, hint=_OTHER_FOLDER)
+        with damaged(self._about, hint=_OTHER_FOLDER):
+            if about["format"] != FORMAT:
+                raise UsageError(f"is of format {about['format']!r}, and this version reads {FORMAT}")
+            spec, data_sha256, threshold = StudySpec.from_dict(about["spec"]), about["data_sha256"], about["threshold"]
+            if not isinstance(data_sha256, str) or not isinstance(threshold, float) or not 0 <= threshold <= 1:
+                raise ValueError(f"data {data_sha256!r}, threshold {threshold!r}")
+        return spec, data_sha256, threshold
 
     def has(self, cell: Cell) -> bool:
         """Say whether the cell is done."""
@@ -69,36 +79,31 @@ class StudyFolder:
 
     def results(self, spec: StudySpec) -> list[Row]:
         """Return the results there are, in the order of the spec. Raises UsageError for one that is damaged."""
-        return [_read_json(self._file(cell)) for cell in spec.cells if self.has(cell)]
+        found = []
+        for cell in spec.cells:
+            if self.has(cell):
+                path = self._file(cell)
+                result = read_object(path, hint=_RUN_AGAIN)
+                with damaged(path, hint=_RUN_AGAIN):
+                    check_result(result, cell, spec)
+                found.append(result)
+        return found
 
     def _file(self, cell: Cell) -> Path:
         return self._cells / f"{cell.name}.json"
 
-    def _read_about(self) -> Row:
-        about = _read_json(self._about)
-        if about.get("format") != FORMAT:
-            raise UsageError(f"{self._about}: is of format {about.get('format')!r}, and this version reads {FORMAT}")
-        return about
-
 
 def write_json(path: Path, value: Row) -> None:
     """Write a file that is there completely or not at all. Raises UsageError if it cannot be written."""
-    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is there completely or not at all. Raises UsageError if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}; what was finished before is kept") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+def _just_begun(path: Path) -> bool:
+    """Say whether a folder holds at most what a study left that was killed before its threshold was measured."""
+    return path.is_dir() and all(
+        (found.name == "cells" and found.is_dir() and not any(found.iterdir())) or found.name.startswith(".study.json.")
+        for found in path.iterdir()
+    )
 
 
 def _make_folder(path: Path) -> None:
@@ -106,15 +111,3 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{path}: cannot be made: {error.strerror or error}") from error
-
-
-def _read_json(path: Path) -> Row:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: is damaged ({error}); remove it and run the study again") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}: is damaged (not an object); remove it and run the study again")
-    return value

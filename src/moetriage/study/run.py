@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from moetriage.study.cell import calibrate, run_cell
 from moetriage.study.folder import StudyFolder
 from moetriage.study.setting import Resources, Setting
 from moetriage.study.spec import Cell, StudySpec
+from moetriage.train.files import sole_writer
 
 #: Called with steps done and in total.
 Progress = Callable[[int, int], None]
@@ -40,13 +42,15 @@ def run_study(
     setting.check()
     folder = StudyFolder(out)
     threshold = folder.open(spec, setting.data.digest)
-    if threshold is None:
-        threshold = calibrate(setting)
-        folder.begin(spec, setting.data.digest, threshold)
-    missing = [cell for cell in spec.cells if not folder.has(cell)]
-    bar = _Bar(spec, len(missing), progress)
-    run = _run_here if resources.jobs == 1 else _run_in_processes
-    run(setting, missing, threshold, folder, bar)
+    with sole_writer(out):
+        if threshold is None:
+            threshold = calibrate(setting)
+            folder.begin(spec, setting.data.digest, threshold)
+        folder.results(spec)  # a damaged one is found now, not when all others are done
+        missing = [cell for cell in spec.cells if not folder.has(cell)]
+        bar = _Bar(spec, len(missing), progress)
+        run = _run_here if resources.jobs == 1 else _run_in_processes
+        run(setting, missing, threshold, folder, bar)
     return folder
 
 
@@ -134,11 +138,20 @@ def _ended_at_the_end(workers: list[_Worker]) -> Iterator[None]:
 
 def _work(setting: Setting, cell: Cell, threshold: float, out: Path, steps: Any, said: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the one that waits for them ends them
+    parent = os.getppid()
 
     def step() -> None:
         steps.value += 1
+        if os.getppid() != parent:
+            os._exit(1)  # whoever wanted the result was killed, and may have begun it again
 
     try:
         StudyFolder(out).add(cell, run_cell(setting, cell, threshold, step))
+    except UsageError as error:
+        said.send(UsageError(str(error)))
     except MoetriageError as error:
-        said.send(UsageError(str(error)) if isinstance(error, UsageError) else MoetriageError(str(error)))
+        said.send(MoetriageError(str(error)))
+    except Exception as error:  # as text: not every exception can be sent
+        if os.environ.get("MOETRIAGE_TRACEBACK"):
+            raise
+        said.send(MoetriageError(f"cell {cell.name}: unexpected {type(error).__name__}: {error}; what was finished is kept"))

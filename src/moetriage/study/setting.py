@@ -71,7 +71,8 @@ class Setting:
         return open_data(self.folder)
 
     def check(self) -> None:
-        """Raise UsageError for data that do not fit or are too few."""
+        """Raise UsageError for data that do not fit, are too few or were changed."""
+        self.data.verify()
         self.training(self.spec.seeds[0]).validate()
         heldout = self.heldout()
         needed = self.spec.heldout_batches * self.spec.batch_size

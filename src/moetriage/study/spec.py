@@ -147,13 +147,32 @@ class StudySpec:
         """Return the settings that ``as_dict`` gave. Raises UsageError if they are not such."""
         try:
             lists = {key: tuple(values[key]) for key in ("seeds", "betas")}
-            return cls(**{**values, **lists, "conditions": tuple(Condition(**condition) for condition in values["conditions"])})
-        except (TypeError, KeyError) as error:
+            spec = cls(**{**values, **lists, "conditions": tuple(Condition(**condition) for condition in values["conditions"])})
+            _check_types(spec)
+        except (TypeError, KeyError, ValueError) as error:
             raise UsageError(f"not the settings of a study: {error}; was it written by another version?") from error
+        spec.validate()
+        return spec
 
     def digest(self, data_sha256: str) -> str:
         """Return what tells this study, on this data, from any other."""
         return hashlib.sha256(json.dumps([self.as_dict(), data_sha256], sort_keys=True).encode()).hexdigest()
+
+
+def _check_types(spec: StudySpec) -> None:
+    """Raise ValueError for a value of another type than its default's; settings that come from a file may hold anything."""
+    like = full()
+    for field in dataclasses.fields(spec):
+        value, usual = getattr(spec, field.name), getattr(like, field.name)
+        several = isinstance(usual, tuple)
+        if not several:
+            value, usual = (value,), (usual,)
+        for part in value:
+            if type(part) is not type(usual[0]) or (isinstance(part, float) and not math.isfinite(part)):
+                raise ValueError(f"{field.name} {part!r}")
+    for condition in spec.conditions:
+        if not isinstance(condition.policy, str) or not isinstance(condition.capacity_factor, float):
+            raise ValueError(f"condition {condition}")
 
 
 def full(**options: Any) -> StudySpec:

@@ -18,13 +18,17 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from moetriage.errors import UsageError
+from moetriage.train.files import damaged, read_object
+from moetriage.train.lm import NanoMoE
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.tokenizer import FILE_NAME as TOKENIZER
 
 FORMAT = 1
+_EARLIER = "take an earlier one: without this folder, the run goes on from the one before"
 _MODEL, _TRAINER, _ABOUT = "model.safetensors", "trainer.safetensors", "checkpoint.json"
 _PREFIX = "checkpoint-"
 
@@ -91,24 +95,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
     folder = path if (path / _ABOUT).is_file() else newest(path)
     if folder is None:
         raise UsageError(f"{path}: no checkpoint there; name the folder that moetriage train wrote, or one of its {_PREFIX}... folders")
-    try:
-        content = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        tokenizer = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+    content = read_object(folder / _ABOUT, hint=_EARLIER)
+    tokenizer = read_object(folder / TOKENIZER, hint=_EARLIER)
+    with damaged(folder, hint=_EARLIER):
         if content["format"] != FORMAT:
-            raise UsageError(f"{folder}: in format {content['format']}, this version reads {FORMAT}")
+            raise UsageError(f"in format {content['format']}, this version reads {FORMAT}")
+        if type(content["step"]) is not int or content["step"] < 0:
+            raise UsageError(f"is damaged (step {content['step']!r} is no number of steps); {_EARLIER}")
+        if not isinstance(content["about"], dict):
+            raise UsageError(f"is damaged (about is no object); {_EARLIER}")
         return Checkpoint(
             folder=folder,
-            step=int(content["step"]),
+            step=content["step"],
             config=ModelConfig.from_dict(content["model"]),
             about=content["about"],
             tokenizer=tokenizer,
         )
-    except UsageError as error:
-        raise error if str(folder) in str(error) else UsageError(f"{folder}: {error}") from error
-    except OSError as error:
-        raise UsageError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder}: the checkpoint is damaged ({error}); take an earlier one") from error
 
 
 def newest(run: Path) -> Path | None:
@@ -116,18 +118,35 @@ def newest(run: Path) -> Path | None:
     return next(reversed(_folders(run)), None)
 
 
+def load_model(checkpoint: Checkpoint) -> NanoMoE:
+    """Return the model that was saved. Raises UsageError if the weights do not fit its settings, before anything of that size is built."""
+    found = checkpoint.weights()
+    with torch.device("meta"):
+        planned = NanoMoE(checkpoint.config)
+    _check_weights(planned, found, checkpoint.folder)
+    model = NanoMoE(checkpoint.config)
+    model.load_state_dict(found)
+    return model
+
+
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Put a checkpoint's weights into a model. Raises UsageError that names the first parameter of another shape, missing or left over."""
     found = checkpoint.weights()
+    _check_weights(model, found, checkpoint.folder)
+    model.load_state_dict(found)
+
+
+def _check_weights(model: nn.Module, found: Mapping[str, Tensor], folder: Path) -> None:
     own = model.state_dict()
     for name in sorted(own.keys() | found.keys()):
         there, here = (tuple(tensors[name].shape) if name in tensors else None for tensors in (found, own))
         if there != here:
             raise UsageError(
-                f"{checkpoint.folder}: a checkpoint of another shape: {name} is {there or 'missing'} there and {here or 'missing'} in this "
+                f"{folder}: a checkpoint of another shape: {name} is {there or 'missing'} there and {here or 'missing'} in this "
                 "model; use the settings it was trained with"
             )
-    model.load_state_dict(found)
+        if found[name].dtype != own[name].dtype:
+            raise UsageError(f"{folder}: {name} is stored as {found[name].dtype}, and this version reads {own[name].dtype}; {_EARLIER}")
 
 
 def _folders(run: Path) -> list[Path]:
@@ -145,8 +164,8 @@ def _load(path: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except safetensors.SafetensorError as error:
-        raise UsageError(f"{path}: the checkpoint is damaged ({error}); take an earlier one") from error
+    except Exception as error:  # besides its own error the package passes on what torch raises for types and sizes
+        raise UsageError(f"{path}: the checkpoint is damaged ({str(error).splitlines()[0]}); {_EARLIER}") from error
     return tensors
 
 

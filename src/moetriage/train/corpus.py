@@ -27,6 +27,8 @@ TOPICS_FILE = "pydoc_data/topics.py"
 HELDOUT_FRACTION = 0.02
 #: A held-out file of which this share of the lines is in the training texts would measure memory: it is trained on instead.
 MAX_SHARED_LINES = 0.5
+#: More text than this is held in memory by nobody who trains a model of this size.
+MAX_FILE_BYTES = 1 << 30
 #: Shorter lines ("else:", "return None") are everywhere and say nothing about where a file comes from.
 MIN_LINE = 20
 
@@ -85,11 +87,17 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
 
 
 def files_corpus(paths: Sequence[Path]) -> Corpus:
-    """Return the texts of files, and of all text files below folders, in the order given. Raises UsageError for what is no UTF-8 text."""
+    """Return the texts of files, and of all text files below folders, in the order given.
+
+    Raises UsageError for a file that is no UTF-8 text or empty, and for a folder without any text.
+    """
     found: list[Document] = []
     for path in paths:
         if path.is_dir():
-            found += [Document(f"{path.name}/{name}", text) for name, text in _texts_below(path)]
+            below = [Document(f"{path.name}/{name}", text) for name, text in _texts_below(path)]
+            if not below:
+                raise UsageError(f"--text {path}: no file in it is text of the kinds {', '.join(SUFFIXES)}; name files of other kinds")
+            found += below
         else:
             found.append(Document(path.name, _text_of(path)))
     documents, duplicates = without_duplicates(found)
@@ -133,7 +141,8 @@ def split(documents: Sequence[Document], fraction: float = HELDOUT_FRACTION) -> 
 
 
 def _hash_fraction(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
+    # A file's name may hold bytes that are no UTF-8; Python spells them as lone surrogates.
+    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8]) / 2**64
 
 
 def _long_lines(text: str) -> Iterator[str]:
@@ -160,19 +169,30 @@ def _texts_below(folder: Path) -> Iterator[tuple[str, str]]:
 def _decoded(path: Path) -> str | None:
     """Return the text of a file, None if it is none: the library's tests hold files in every encoding and with broken ones."""
     try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
+        text = _text_of(path)
+    except UsageError:
         return None
-    return None if "\0" in text else text
+    return text
 
 
 def _text_of(path: Path) -> str:
+    """Return the text of a file. Raises UsageError for what is none: a pipe or device, too much, other encodings, NUL, nothing."""
     try:
-        return path.read_bytes().decode()
+        size = path.stat().st_size
+        if not path.is_file():  # a pipe or a device may have no end
+            raise UsageError(f"--text {path}: is no regular file; write its text to one first")
+        if size > MAX_FILE_BYTES:
+            raise UsageError(f"--text {path}: has {size} bytes, {MAX_FILE_BYTES} at most are read; take a part of it")
+        text = path.read_bytes().decode()
     except OSError as error:
         raise UsageError(f"--text {path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--text {path}: is no UTF-8 text (byte {error.start}); convert it, or leave it out") from error
+    if "\0" in text:
+        raise UsageError(f"--text {path}: is no text, character {text.index(chr(0))} is NUL; leave it out")
+    if not text:
+        raise UsageError(f"--text {path}: is empty; leave it out")
+    return text
 
 
 def _pydoc_topics(folder: Path) -> list[Document]:

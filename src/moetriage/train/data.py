@@ -8,7 +8,6 @@ Legend: B sequences, S positions.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,8 +18,13 @@ from numpy.typing import NDArray
 
 from moetriage.errors import UsageError
 from moetriage.train.data_build import FORMAT, MANIFEST
+from moetriage.train.files import damaged, read_object
+from moetriage.train.model_config import MAX_VOCAB
 from moetriage.train.shards import TokenStream, verify
 
+_AGAIN = "build the data again"
+#: Ids that are looked at as one.
+_PIECE = 1 << 20
 Ids = NDArray[np.int64]
 
 
@@ -61,26 +65,46 @@ class Data:
         return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def verify(self) -> None:
-        """Compare all shards with the manifest; raises UsageError for one that was changed."""
-        verify(self.folder, [*self.manifest["train"]["shards"], *self.manifest["heldout"]["shards"]])
+        """Compare all files with the manifest; raises UsageError for one that was changed."""
+        parts = [self.manifest[name]["shards"] for name in ("train", "heldout")]
+        own = [self.manifest["tokenizer"], self.manifest["heldout"]["text"]]
+        verify(self.folder, [*parts[0], *parts[1], *own])
+        largest = max(int(piece.max(initial=0)) for stream in (self.train, self.heldout) for piece in stream.pieces(_PIECE))
+        if largest >= self.vocab_size:
+            raise UsageError(f"{self.folder}: holds token {largest}, and its vocabulary ends at {self.vocab_size - 1}; {_AGAIN}")
 
 
 def open_data(folder: Path) -> Data:
     """Open what ``moetriage data build`` wrote. Raises UsageError, with the path, if it is missing, damaged or of another version."""
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder}: no data there ({MANIFEST} is missing); moetriage data build {folder} makes some") from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: is no JSON: {error}; build the data again") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UsageError(f"{path}: is not in format {FORMAT}, the one this version reads; build the data again")
-    data = Data(folder, manifest)
-    assert len(data.train) + len(data.heldout) >= 0  # opens the shards, which raises where one is damaged
+    if not path.exists():
+        raise UsageError(f"{folder}: no data there ({MANIFEST} is missing); moetriage data build {folder} makes some")
+    manifest = read_object(path, hint=_AGAIN)
+    if manifest.get("format") != FORMAT:
+        raise UsageError(f"{path}: is not in format {FORMAT}, the one this version reads; {_AGAIN}")
+    with damaged(path, hint=_AGAIN):
+        _check_manifest(manifest)
+        data = Data(folder, manifest)
+        assert len(data.train) + len(data.heldout) >= 0  # opens the shards, which raises where one is damaged
     return data
+
+
+def _check_manifest(manifest: dict[str, Any]) -> None:
+    """Raise UsageError, or what ``damaged`` takes for one, if the manifest lacks what is read later."""
+    vocab_size = manifest["vocab_size"]
+    if type(vocab_size) is not int or not 1 <= vocab_size <= MAX_VOCAB:
+        raise ValueError(f"vocab_size {vocab_size!r} is no number from 1 to {MAX_VOCAB}")
+    files = [manifest["tokenizer"], manifest["heldout"]["text"], *manifest["train"]["shards"], *manifest["heldout"]["shards"]]
+    for file in files:
+        name, _ = file["file"], bytes.fromhex(file["sha256"])
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of a file in the folder")
+    for part in ("train", "heldout"):
+        for shard in manifest[part]["shards"]:
+            if type(shard["tokens"]) is not int or shard["tokens"] < 0:
+                raise ValueError(f"{shard['file']} has {shard['tokens']!r} tokens")
+    if not manifest["heldout"]["bytes"] > 0:
+        raise ValueError("no text is held out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ from typing import Any
 
 from moetriage.errors import UsageError
 from moetriage.train.corpus import Corpus, Document, split
+from moetriage.train.files import beside, remove_leftovers, replace_folder
 from moetriage.train.shards import write_file, write_shards
-from moetriage.train.tokenizer import FILE_NAME, Tokenizer, train_tokenizer
+from moetriage.train.tokenizer import FILE_NAME, MAX_WORD, Tokenizer, has_endless_word, train_tokenizer
 
 MANIFEST = "manifest.json"
 HELDOUT_TEXT = "heldout.txt"
@@ -47,10 +48,11 @@ def build(
             f"corpus too small: {n_bytes} bytes to train on, at least {MIN_TRAIN_BYTES} are needed; give more text with --text"
         )
     progress("learning the vocabulary")
+    _refuse_endless_words(parts.train)
     tokenizer = train_tokenizer((document.text for document in parts.train), vocab_size)
-    partial = out.with_name(out.name + ".partial")
+    remove_leftovers(out)
+    partial = beside(out)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -63,14 +65,22 @@ def build(
             manifest[name] = _write_part(partial, name, documents, tokenizer)
         manifest["heldout"]["text"] = _write_text(partial, parts.heldout)
         write_file(partial / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-        if force:
-            shutil.rmtree(out, ignore_errors=True)
-        partial.replace(out)
+        _check_target(out, force=force)  # another process may have been faster
+        replace_folder(partial, out)
     except OSError as error:
         raise UsageError(f"{out}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
+
+
+def _refuse_endless_words(documents: Sequence[Document]) -> None:
+    for document in documents:
+        if has_endless_word(document.text):
+            raise UsageError(
+                f"{document.name}: holds a word of more than {MAX_WORD} characters, of which no vocabulary can be learned in reasonable "
+                "time; break it up, or leave the file out"
+            )
 
 
 def _check_target(out: Path, *, force: bool) -> None:

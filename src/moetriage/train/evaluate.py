@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moetriage.errors import UsageError
 from moetriage.train.baselines import gzip_bits_per_byte, trigram_bits_per_byte
-from moetriage.train.checkpoint import load_weights, open_checkpoint
+from moetriage.train.checkpoint import load_model, open_checkpoint
 from moetriage.train.cross_entropy import IGNORE
 from moetriage.train.data import Data
 from moetriage.train.lm import NanoMoE
@@ -45,8 +45,7 @@ def price_heldout(
         raise UsageError(
             f"{checkpoint.folder}: was trained with another tokenizer than that of {data.folder}; name the data it was trained on"
         )
-    model = NanoMoE(checkpoint.config)
-    load_weights(model, checkpoint)
+    model = load_model(checkpoint)
     ids, text = data.heldout.read(0, len(data.heldout)), data.heldout_text
     pieces = (tokenizer.bytes_of(piece.tolist()) for piece in data.train.pieces(_PIECE))
     return {

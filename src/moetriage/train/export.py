@@ -24,8 +24,8 @@ from moetriage.gguf.bpe import tokenizer_keys
 from moetriage.gguf.shapes import Shape
 from moetriage.gguf.weights_file import Weight, write_weights
 from moetriage.gguf.writer import Value
-from moetriage.train.checkpoint import load_weights, open_checkpoint
-from moetriage.train.lm import NanoMoE
+from moetriage.train.checkpoint import load_model, open_checkpoint
+from moetriage.train.files import damaged
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.tokenizer import END_OF_TEXT
 
@@ -63,9 +63,20 @@ def open_trained(path: Path) -> Trained:
     """Read a checkpoint, or the newest one of a run. Raises UsageError if there is none, or its weights do not fit its settings."""
     checkpoint = open_checkpoint(path)
     check_exportable(checkpoint.config)
-    model = NanoMoE(checkpoint.config)
-    load_weights(model, checkpoint)
-    return Trained(config=checkpoint.config, weights=model.state_dict(), tokenizer=checkpoint.tokenizer)
+    with damaged(checkpoint.folder, hint="take an earlier one"):
+        _check_tokenizer(checkpoint.tokenizer, checkpoint.config.vocab_size)
+    weights = load_model(checkpoint).state_dict()
+    for name, tensor in weights.items():
+        if not bool(tensor.isfinite().all()):
+            raise UsageError(f"{checkpoint.folder}: {name} holds NaN or inf: the training diverged; export an earlier checkpoint")
+    return Trained(config=checkpoint.config, weights=weights, tokenizer=checkpoint.tokenizer)
+
+
+def _check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
+    """Raise UsageError for a tokenizer with other ids than the model has rows: it would read and write other texts than were learned."""
+    ids = {*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer.get("added_tokens") or ())}
+    if ids != set(range(vocab_size)):
+        raise UsageError(f"the tokenizer's {len(ids)} tokens are not the {vocab_size} of the model: they do not belong together")
 
 
 def check_exportable(config: ModelConfig) -> None:

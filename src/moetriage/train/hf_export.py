@@ -10,17 +10,18 @@ Legend: E experts.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moetriage.errors import UsageError
 from moetriage.train.export import Trained, check_exportable
+from moetriage.train.files import beside, remove_leftovers, replace_folder
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.tokenizer import END_OF_TEXT, END_OF_TEXT_ID
 
@@ -33,16 +34,18 @@ def write_hf(trained: Trained, folder: Path, *, force: bool = False) -> int:
     """
     check_exportable(trained.config)
     check_folder(folder, force=force)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    remove_leftovers(folder)
+    temporary = beside(folder)
     try:
         temporary.mkdir()
         save_file(dict(_weights(trained)), temporary / "model.safetensors", metadata={"format": "pt"})
         for name, content in _texts(trained).items():
             (temporary / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         nbytes = sum(path.stat().st_size for path in temporary.iterdir())
-        _replace(temporary, folder)
-    except OSError as error:
-        raise UsageError(f"{folder}: writing failed: {error.strerror or error}; nothing was kept") from error
+        replace_folder(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise UsageError(f"{folder}: writing failed: {reason}; nothing was kept") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return nbytes
@@ -58,17 +61,6 @@ def check_folder(folder: Path, *, force: bool) -> None:
         raise UsageError(f"{folder}: exists already; choose another name, or replace it with --force")
     if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "config.json").exists()):
         raise UsageError(f"{folder}: is no exported model, so --force does not replace it; choose another name")
-
-
-def _replace(temporary: Path, folder: Path) -> None:
-    """Put the new folder in the old one's place; two renames, as a folder with files cannot be replaced by one."""
-    if not folder.exists():
-        temporary.rename(folder)
-        return
-    old = temporary.with_name(f"{temporary.name}.old")
-    folder.rename(old)
-    temporary.rename(folder)
-    shutil.rmtree(old)
 
 
 def _weights(trained: Trained) -> Iterator[tuple[str, Tensor]]:

@@ -56,6 +56,8 @@ def _documents(spec: str, rows: Any, limit: int) -> Iterator[Document]:
         column = next((name for name in COLUMNS if isinstance(row.get(name), str)), None)
         if column is None:
             raise UsageError(f"--hf-dataset {spec}: has no column {', '.join(COLUMNS[:-1])} or {COLUMNS[-1]} of text, but {', '.join(row)}")
+        if not row[column]:
+            continue  # held out alone it would be a text without bytes
         document = Document(f"{spec}/{number:08d}", row[column])
         taken += document.n_bytes
         if taken > limit:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from moetriage import __version__
 from moetriage.errors import UsageError
-from moetriage.train.checkpoint import load_weights, newest, open_checkpoint, save_checkpoint
+from moetriage.train.checkpoint import load_model, newest, open_checkpoint, save_checkpoint
 from moetriage.train.data import Batches, Data
 from moetriage.train.evaluate import bits_per_byte
+from moetriage.train.files import damaged, sole_writer
 from moetriage.train.lm import NanoMoE
 from moetriage.train.metrics import combine
 from moetriage.train.model_config import ModelConfig
@@ -67,9 +68,17 @@ def fit(
 
     on_step: called after each step. stop: asked after each step; if it says so, a checkpoint is saved and the call ends. ``seconds`` of the
     result, and of the losses' lines, count all calls.
-    Raises UsageError for data that are not the run's, a diverging loss, and a checkpoint that cannot be written or read.
+    Raises UsageError for data that are not the run's, a diverging loss, and a checkpoint that cannot be written or read, and
+    a folder that another process trains in.
     """
     check_data(run, data)
+    with sole_writer(run.path):
+        return _fit(run, data, on_step, stop, clock)
+
+
+def _fit(
+    run: RunFolder, data: Data, on_step: Callable[[Progress], None], stop: Callable[[], bool], clock: Callable[[], float]
+) -> FitResult:
     trainer, before = _restored(run)
     batches = batches_of(run.train, data)
     tokens = run.train.tokens_per_step
@@ -142,13 +151,16 @@ def _new_trainer(model: ModelConfig, train: TrainConfig) -> Trainer:
 
 def _restored(run: RunFolder) -> tuple[Trainer, float]:
     """Return the trainer as of the newest checkpoint, and the seconds that it took until then."""
-    trainer = _new_trainer(run.model, run.train)
     if newest(run.path) is None:
-        return trainer, 0.0
+        return _new_trainer(run.model, run.train), 0.0
     checkpoint = open_checkpoint(run.path)
-    load_weights(trainer.model, checkpoint)
-    trainer.load_state_dict(checkpoint.trainer_state(), checkpoint.step)
-    return trainer, float(checkpoint.about["seconds"])
+    with damaged(checkpoint.folder, hint="without this folder, the run goes on from the one before"):
+        if checkpoint.config != run.model or not 0 <= checkpoint.step <= run.train.steps:
+            raise UsageError(f"step {checkpoint.step} of another run: its settings, or {run.train.steps} steps, are not this run's")
+        seconds = float(checkpoint.about["seconds"])
+        trainer = Trainer(load_model(checkpoint), run.train)
+        trainer.load_state_dict(checkpoint.trainer_state(), checkpoint.step)
+    return trainer, seconds
 
 
 def _save(run: RunFolder, trainer: Trainer, data: Data, seconds: float) -> None:

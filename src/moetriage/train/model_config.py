@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moetriage.errors import UsageError
-from moetriage.train.moe_config import MoEConfig
+from moetriage.train.moe_config import MAX_SIZE, MoEConfig
 
 #: Token ids are stored in 16 bits (see ``shards``).
 MAX_VOCAB = 65_536
+#: Layers are built one by one, and sizes beyond these are slips whose products no address reaches.
+MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +64,9 @@ class ModelConfig:
             raise UsageError(f"style {self.style!r}: must be gpt2 or qwen3")
         for name in ("vocab_size", "context", "n_layer", "d_model", "n_head", "kv_heads", "head_width"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name} {value!r}: must be a whole number of at least 1")
+            most = MAX_LAYERS if name == "n_layer" else MAX_SIZE
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise UsageError(f"{name} {value!r}: must be a whole number from 1 to {most}")
         if self.vocab_size > MAX_VOCAB:
             raise UsageError(f"vocab_size {self.vocab_size}: token ids are stored in 16 bits, so at most {MAX_VOCAB}")
         for name in ("norm_eps", "rope_base", "init_std"):

@@ -15,6 +15,8 @@ from moetriage.errors import UsageError
 
 #: Every token reaches all its top_k experts; no capacity, no plan.
 DROPLESS = "dropless"
+#: Beyond this a width or a number of experts is a slip: the product of three such sizes is still an address.
+MAX_SIZE = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,8 @@ class MoEConfig:
         """Raise UsageError for a value or a combination that cannot work."""
         for name in ("d_model", "d_expert", "num_experts", "top_k"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name} {value!r}: must be a whole number of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
+                raise UsageError(f"{name} {value!r}: must be a whole number from 1 to {MAX_SIZE}")
         if self.activation not in ("gelu", "swiglu"):
             raise UsageError(f"activation {self.activation!r}: must be gelu or swiglu")
         if self.bias and self.activation != "gelu":
@@ -109,8 +111,8 @@ class MoEConfig:
             if factor is not None:
                 capacity(factor, 1, 1)  # raises for a factor that admission refuses
         takes_threshold = self.policy in THRESHOLD_POLICIES
-        if takes_threshold and (self.margin_threshold is None or not math.isfinite(self.margin_threshold)):
-            raise UsageError(f"policy {self.policy!r} needs a finite margin_threshold, not {self.margin_threshold}")
+        if takes_threshold and (self.margin_threshold is None or not 0 <= self.margin_threshold < math.inf):
+            raise UsageError(f"policy {self.policy!r} needs a margin_threshold from 0 up, and finite, not {self.margin_threshold}")
         if not takes_threshold and self.margin_threshold is not None:
             raise UsageError(f"margin_threshold {self.margin_threshold} does nothing with policy {self.policy!r}: leave it out")
 

@@ -6,22 +6,26 @@ from is cut off, so that every step is there once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from moetriage.errors import UsageError
+from moetriage.train.files import damaged, read_object, sole_writer, write_whole
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.train_config import TrainConfig
 
 FORMAT = 1
 _ABOUT, _LOSSES = "run.json", "loss.jsonl"
+_BEGIN_AGAIN = "begin a new run in another folder"
 
 
 def check_new(path: Path) -> None:
     """Raise UsageError if a new run cannot have this folder because there is something in it."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    # Hidden files of ours are what a run left that was killed while it began.
+    if path.exists() and (not path.is_dir() or any(not found.name.startswith(f".{_ABOUT}.") for found in path.iterdir())):
         again = "go on with --resume, or name" if (path / _ABOUT).exists() else "name"
         raise UsageError(f"{path}: exists already; {again} another folder")
 
@@ -38,29 +42,29 @@ class RunFolder:
         """Make the folder of a new run. Raises UsageError if it is there and not empty, or cannot be written."""
         run = cls(path, model, train, about)
         content = {"format": FORMAT, "model": model.as_dict(), "train": train.as_dict(), "about": about}
-        check_new(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            (path / _ABOUT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from error
+        with sole_writer(path):
+            check_new(path)  # another run may have begun there in between
+            write_whole(path / _ABOUT, json.dumps(content, indent=1) + "\n")
         return run
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """Open the folder of a run that began earlier. Raises UsageError if there is none or its settings cannot be read."""
         file = path / _ABOUT
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+        if not file.exists():
+            raise UsageError(f"{path}: no training run there ({_ABOUT} is missing)")
+        content = read_object(file, hint=_BEGIN_AGAIN)
+        with damaged(file, hint=_BEGIN_AGAIN):
             if content["format"] != FORMAT:
-                raise UsageError(f"{file}: in format {content['format']}, this version reads {FORMAT}")
-            return cls(path, ModelConfig.from_dict(content["model"]), TrainConfig.from_dict(content["train"]), content["about"])
-        except FileNotFoundError as error:
-            raise UsageError(f"{path}: no training run there ({_ABOUT} is missing)") from error
-        except OSError as error:
-            raise UsageError(f"{file}: cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{file}: is damaged ({error})") from error
+                raise UsageError(f"in format {content['format']}, this version reads {FORMAT}")
+            about = content["about"]
+            if not isinstance(about["data"], str) or type(about["threads"]) is not int or about["threads"] < 1:
+                raise ValueError(f"data {about['data']!r}, threads {about['threads']!r}")
+            return cls(path, ModelConfig.from_dict(content["model"]), TrainConfig.from_dict(content["train"]), about)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a line to the losses; it is in the file when this returns. Raises UsageError if it cannot be written."""
@@ -75,27 +79,30 @@ class RunFolder:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of the losses; one that a kill cut short ends them."""
         path = self.path / _LOSSES
-        if not path.exists():
+        try:
+            lines = path.read_bytes().splitlines()
+        except FileNotFoundError:
             return
-        for line in path.read_text(encoding="utf-8").splitlines():
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+        for line in lines:
             try:
-                yield json.loads(line)
-            except ValueError:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
                 return
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                return
+            yield row
 
     def cut(self, step: int) -> None:
         """Remove the lines of steps after ``step``."""
         kept = "".join(json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step)
-        temporary = self.path / f".{_LOSSES}.partial"
-        try:
-            temporary.write_text(kept, encoding="utf-8")
-            temporary.replace(self.path / _LOSSES)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise UsageError(f"{self.path / _LOSSES}: cannot be written: {error.strerror or error}") from error
+        write_whole(self.path / _LOSSES, kept)
 
     def close(self) -> None:
         """Close the losses; ``write`` opens them again."""
-        if self._losses is not None:
-            self._losses.close()
-            self._losses = None
+        losses, self._losses = self._losses, None
+        if losses is not None:
+            # A line that could not be written is tried again here; its error has been raised.
+            with contextlib.suppress(OSError):
+                losses.close()

@@ -72,13 +72,17 @@ class TokenStream:
                 return
 
 
-def verify(folder: Path, shards: Sequence[dict[str, Any]]) -> None:
-    """Read all shards once and raise UsageError for one whose sha256 is not the recorded one."""
-    for shard in shards:
-        path = folder / shard["file"]
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                raise UsageError(f"{path}: is not what moetriage data build wrote (sha256 differs); build the data again")
+def verify(folder: Path, files: Sequence[dict[str, Any]]) -> None:
+    """Read all files (``file``, ``sha256``) once and raise UsageError for one that is missing or whose sha256 is not the recorded one."""
+    for about in files:
+        path = folder / about["file"]
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror or error}; build the data again") from error
+        if digest != about["sha256"]:
+            raise UsageError(f"{path}: is not what moetriage data build wrote (sha256 differs); build the data again")
 
 
 def _mapped(path: Path, n_tokens: int) -> NDArray[np.uint16]:

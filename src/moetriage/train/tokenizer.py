@@ -6,6 +6,7 @@ as it did in training. Nothing is normalised, so ids decode to the very bytes. N
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,9 @@ END_OF_TEXT_ID = 0
 #: Every byte, and the end of a text.
 MIN_VOCAB = 257
 FILE_NAME = "tokenizer.json"
+#: Learning merges takes time with the square of a word's length: 2 s at this one, minutes at ten times as much.
+MAX_WORD = 20_000
+_LONG_RUN = re.compile(rf"\s{{{MAX_WORD + 1}}}")
 
 
 class Tokenizer:
@@ -80,7 +84,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
         raise UsageError(f"--vocab-size {vocab_size}: must be {MIN_VOCAB} (bytes and {END_OF_TEXT} alone) to {MAX_VOCAB} (ids of 16 bits)")
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    inner.pre_tokenizer = _splitting()
     inner.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -95,6 +99,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"corpus too small: its texts give a vocabulary of {found}, below --vocab-size {vocab_size}; add text, or ask for {found}"
         )
     return Tokenizer(inner)
+
+
+def has_endless_word(text: str) -> bool:
+    """Say whether a text holds a word of more than ``MAX_WORD`` characters, as texts are cut before merging (one letter repeated, say)."""
+    # Most texts need only the cheap look: every word lies within a run of blanks or of anything else.
+    if _LONG_RUN.search(text) is None and all(len(run) < MAX_WORD for run in text.split()):
+        return False
+    return any(end - start > MAX_WORD for _, (start, end) in _splitting().pre_tokenize_str(text))
+
+
+def _splitting() -> Any:
+    return tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -25,6 +25,8 @@ from moetriage.train.train_config import TrainConfig
 
 _RNG = "rng"
 _MEDIAN = "median"
+#: What AdamW keeps of each parameter.
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 ONLINE = "capsel2-online"
 
 
@@ -95,8 +97,9 @@ class Trainer:
         return state | {_RNG: torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Tensor], steps_done: int) -> None:
-        """Go on from a saved state after ``steps_done`` steps."""
+        """Go on from a saved state after ``steps_done`` steps. Raises UsageError for one of another model."""
         parameters = dict(self.model.named_parameters())
+        self._check_state(state, parameters)
         self._optimizer.state.clear()
         for name, value in state.items():
             if name.startswith("optimizer."):
@@ -107,6 +110,19 @@ class Trainer:
             self._median.load_state_dict({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
         torch.set_rng_state(state[_RNG])
         self.steps_done = steps_done
+
+    def _check_state(self, state: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> None:
+        """Raise UsageError unless every parameter has its moments, of its shape: a step without them would be another step."""
+        wanted: dict[str, Tensor] = {_RNG: torch.get_rng_state()}
+        for name, parameter in parameters.items():
+            step = torch.zeros((), dtype=torch.float32)
+            wanted |= {f"optimizer.{name}|{key}": like for key, like in zip(_MOMENTS, (step, parameter, parameter), strict=True)}
+        if self._median is not None:
+            wanted |= {f"{_MEDIAN}.{key}": value for key, value in self._median.state_dict().items()}
+        for name in sorted(wanted.keys() | state.keys()):
+            there, here = ((tuple(of[name].shape), of[name].dtype) if name in of else "missing" for of in (state, wanted))
+            if there != here:
+                raise UsageError(f"the state of training does not fit the model: {name} is {there} there and {here} here")
 
     @torch.no_grad()
     def _follow(self, out: LMOutput) -> None:
