@@ -69,18 +69,14 @@ def _movers(choices: Choices, lines: Lines, slots: Slots, wanted_E: Tensor, room
     Rounds instead of a loop over tokens: who is early enough in both lines even if all before it move, moves; who comes after enough sure
     movers in either line does not. The first undecided token is always decided, so nothing undecided is left when nothing changes.
     """
-    wanted_T, room_T = wanted_E.index_select(0, choices.first_T), room_E.index_select(0, choices.second_T)
 
     def fits(movers_T: Tensor) -> Tensor:
-        from_rank_T, _ = lines.first_by_margin.ranks(movers_T)
-        to_rank_T, _ = lines.second.ranks(movers_T)
-        return (from_rank_T < wanted_T) & (to_rank_T < room_T)
+        return lines.first_by_margin.among_first(movers_T, wanted_E) & lines.second.among_first(movers_T, room_E)
 
     def still_possible(possible_T: Tensor) -> Tensor:
         return possible_T & fits(possible_T & fits(possible_T))
 
-    served_by_first_T = choices.asks_second_T & (slots.first_T >= 0) & (slots.second_T < 0)
-    return fixpoint(still_possible, served_by_first_T & (wanted_T > 0) & (room_T > 0))
+    return fixpoint(still_possible, choices.asks_second_T & (slots.first_T >= 0) & (slots.second_T < 0))
 
 
 def _hand_over(

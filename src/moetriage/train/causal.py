@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moetriage.train.fixpoint import fixpoint
-from moetriage.train.passes import Choices, queue
+from moetriage.train.passes import Choices, or_none, queue
 from moetriage.train.plan import Plan, make_plan
 
 
@@ -74,7 +74,7 @@ class _Stream:
         """Return the slot of each request in the order in which they were made, -1 for none."""
         takes_R, before_R = self._takes(full_from_E)
         slot_R = before_R[:-1] - before_R.index_select(0, self.start_E).index_select(0, self.expert_R)
-        slot_R = torch.where(takes_R & (slot_R < capacity), slot_R, -1)
+        slot_R = or_none(takes_R & (slot_R < capacity), slot_R)
         return torch.empty_like(slot_R).scatter(0, self.order_R, slot_R)
 
 

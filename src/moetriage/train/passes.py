@@ -65,6 +65,11 @@ def two_best(probs_TE: Tensor, mask_T: Tensor | None) -> Choices:
     return Choices(first_T, second_T, best_T, rest_T, margin_T, asks_T, asks_second_T, num_experts)
 
 
+def or_none(has_R: Tensor, index_R: Tensor) -> Tensor:
+    """Return ``index_R`` where ``has_R``, else -1."""
+    return (index_R + 1) * has_R - 1  # on a CPU in less than half the time of torch.where
+
+
 def smallest_first(value_T: Tensor) -> Tensor:
     """Return int64 from 0 below 2**31 that order like these float32 values >= 0, infinity included."""
     # The bits of floats that are not negative order like integers; abs makes -0.0 equal to 0.0.
@@ -80,25 +85,36 @@ def largest_first(value_T: Tensor) -> Tensor:
 class Queue:
     """Requests in front of the experts, in the order in which they are heard.
 
-    expert_R: the expert of each request. order_R: requests by (expert, priority, index). start_E: (E + 1,), where each expert's begin.
+    expert_R: the expert of each request. order_R: requests by (expert, priority, index); place_R: where each is in it. start_E: (E + 1,),
+    where each expert's begin.
     """
 
     expert_R: Tensor
     order_R: Tensor
+    place_R: Tensor
     start_E: Tensor
 
     def ranks(self, asks_R: Tensor) -> tuple[Tensor, Tensor]:
         """Count, for each request, the ones of ``asks_R`` that its expert hears before it, and for each expert all of them."""
-        before_R = functional.pad(asks_R.index_select(0, self.order_R).cumsum(0), (1, 0))
+        before_R = self._asking_before(asks_R)
         before_E = before_R.index_select(0, self.start_E)
-        rank_R = torch.empty_like(self.order_R).scatter(0, self.order_R, before_R[:-1])
-        return rank_R - before_E.index_select(0, self.expert_R), before_E.diff()
+        return before_R.index_select(0, self.place_R) - before_E.index_select(0, self.expert_R), before_E.diff()
+
+    def among_first(self, asks_R: Tensor, most_E: Tensor) -> Tensor:
+        """Return ``ranks(asks_R)[0] < most_E[expert_R]``, in half the time: found at each expert's last one, not counted for all."""
+        before_R = self._asking_before(asks_R)
+        last_E = torch.searchsorted(before_R, before_R.index_select(0, self.start_E[:-1]) + most_E) - 1
+        return self.place_R <= last_E.index_select(0, self.expert_R)
+
+    def _asking_before(self, asks_R: Tensor) -> Tensor:
+        """Count the ones of ``asks_R`` before each place of the order, and before its end: (R + 1,)."""
+        return functional.pad(asks_R.index_select(0, self.order_R).cumsum(0), (1, 0))
 
     def grant(self, asks_R: Tensor, load_E: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Let the requests ``asks_R`` take what room is left. Returns the slot of each, -1 for none, and the new load per expert."""
         rank_R, count_E = self.ranks(asks_R)
         slot_R = rank_R + load_E.index_select(0, self.expert_R)
-        return torch.where(asks_R & (slot_R < capacity), slot_R, -1), (load_E + count_E).clamp(max=capacity)
+        return or_none(asks_R & (slot_R < capacity), slot_R), (load_E + count_E).clamp(max=capacity)
 
 
 def queue(expert_R: Tensor, num_experts: int, priority_R: Tensor | None = None, priority_bits: int = SCORE_BITS) -> Queue:
@@ -115,4 +131,5 @@ def queue(expert_R: Tensor, num_experts: int, priority_R: Tensor | None = None, 
     dtype = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64  # short keys mean fewer such meetings
     sorted_R, order_R = key_R.to(dtype).sort(stable=True)
     first_key_E = torch.arange(num_experts + 1, device=expert_R.device) << priority_bits
-    return Queue(expert_R, order_R, torch.searchsorted(sorted_R, first_key_E.to(dtype)))
+    place_R = torch.empty_like(order_R).scatter(0, order_R, torch.arange(len(order_R), device=order_R.device))
+    return Queue(expert_R, order_R, place_R, torch.searchsorted(sorted_R, first_key_E.to(dtype)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moetriage.train.passes import Choices
+from moetriage.train.passes import Choices, or_none
 
 NONE, PRIMARY, RESCUE, OPTIONAL = 0, 1, 2, 3
 
@@ -55,7 +55,7 @@ def make_plan(choices: Choices, slot_first_T: Tensor, slot_second_T: Tensor, res
     pass_second_T = has_second_T * (rescue_T.to(torch.int8) + (optional_T.to(torch.int8) * 2 + PRIMARY))
     rescued, optional = rescued_T.sum(), has_optional_T.sum()
     return Plan(
-        expert_TK=torch.stack((torch.where(has_first_T, choices.first_T, -1), torch.where(has_second_T, choices.second_T, -1)), 1),
+        expert_TK=torch.stack((or_none(has_first_T, choices.first_T), or_none(has_second_T, choices.second_T)), 1),
         slot_TK=torch.stack((slot_first_T, slot_second_T), 1),
         pass_TK=torch.stack((pass_first_T, pass_second_T), 1),
         margin_T=choices.margin_T,
