@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from moetriage.train import expert_loop
-from moetriage.train.dispatch import combine, gather, sorted_slots
+from moetriage.train.dispatch import combine, gather, padded_slots, sorted_slots
 from moetriage.train.experts import Experts
 from moetriage.train.router import gates_of
 
@@ -43,6 +43,11 @@ def routing(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]
     return x_TD, gates_of(probs_TE, expert_TK, renormalise=True).requires_grad_(), expert_TK
 
 
+def run_loop(experts: Experts, x_TD: Tensor, gates_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    slots, rows_E = sorted_slots(expert_TK, E, multiple=8)
+    return expert_loop.run(experts, x_TD, gates_TK, slots, rows_E)
+
+
 def reference(experts: Experts, x_TD: Tensor, gates_TK: Tensor, expert_TK: Tensor) -> Tensor:
     rows = []
     for t in range(T):
@@ -61,9 +66,29 @@ def test_padded_experts_equal_the_networks_written_out(activation: str, bias: bo
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
 def test_the_loop_equals_the_networks_written_out_forward_and_backward(activation: str, bias: bool) -> None:
     experts, (x_TD, gates_TK, expert_TK) = some_experts(activation, bias), routing()
-    found, wanted = expert_loop.run(experts, x_TD, gates_TK, expert_TK), reference(experts, x_TD, gates_TK, expert_TK)
+    found, wanted = run_loop(experts, x_TD, gates_TK, expert_TK), reference(experts, x_TD, gates_TK, expert_TK)
     assert torch.allclose(found, wanted)
     assert not found[4].any()
+    inputs, dy_TD = (x_TD, gates_TK, *experts.parameters()), torch.randn_like(x_TD)
+    for one, other in zip(torch.autograd.grad(found, inputs, dy_TD), torch.autograd.grad(wanted, inputs, dy_TD), strict=True):
+        assert torch.allclose(one, other)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 20, 1000])
+@pytest.mark.parametrize(("activation", "bias"), KINDS)
+def test_equal_buffers_in_chunks_equal_the_networks_written_out(
+    activation: str, bias: bool, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_loop, "CHUNK_ROWS", chunk_rows)  # one expert at a time, two and a last one, all
+    experts, (x_TD, gates_TK, expert_TK) = some_experts(activation, bias), routing()
+    room = 10
+    slots, load_E = sorted_slots(expert_TK, E)
+    place_TK = slots.slot_TK - (load_E.cumsum(0) - load_E)[expert_TK]
+    expert_TK = expert_TK.masked_fill(place_TK >= room, -1)
+    assert (expert_TK[:, 0] < 0).sum() > (slots.slot_TK[:, 0] == len(slots.token_M)).sum()
+    found = expert_loop.run(experts, x_TD, gates_TK, padded_slots(expert_TK, place_TK, E, room))
+    wanted = reference(experts, x_TD, gates_TK, expert_TK)
+    assert torch.allclose(found, wanted)
     inputs, dy_TD = (x_TD, gates_TK, *experts.parameters()), torch.randn_like(x_TD)
     for one, other in zip(torch.autograd.grad(found, inputs, dy_TD), torch.autograd.grad(wanted, inputs, dy_TD), strict=True):
         assert torch.allclose(one, other)
@@ -75,7 +100,7 @@ def test_grouped_experts_equal_the_loop_forward_and_backward(activation: str, bi
     slots, load_E = sorted_slots(expert_TK, E)
     found, wanted = (
         combine(experts.grouped(gather(x_TD, slots), load_E), gates_TK, slots),
-        expert_loop.run(experts, x_TD, gates_TK, expert_TK),
+        run_loop(experts, x_TD, gates_TK, expert_TK),
     )
     assert torch.allclose(found, wanted, atol=1e-5)
     inputs, dy_TD = (x_TD, gates_TK, *experts.parameters()), torch.randn_like(x_TD)
@@ -87,7 +112,7 @@ def test_grouped_experts_equal_the_loop_forward_and_backward(activation: str, bi
 def test_the_loop_in_bfloat16_is_as_near_as_bfloat16_is(activation: str, bias: bool) -> None:
     experts, (x_TD, gates_TK, expert_TK) = some_experts(activation, bias, torch.float32), routing(torch.float32)
     exact = reference(experts, x_TD, gates_TK, expert_TK)
-    found = expert_loop.run(experts, x_TD.bfloat16(), gates_TK, expert_TK)
+    found = run_loop(experts, x_TD.bfloat16(), gates_TK, expert_TK)
     assert found.dtype == torch.bfloat16
     assert (found - exact).norm() < 0.01 * exact.norm()
     inputs, dy_TD = (x_TD, gates_TK, *experts.parameters()), torch.randn_like(x_TD)
@@ -101,7 +126,7 @@ def test_gradcheck_of_the_loop() -> None:
     experts, (x_TD, gates_TK, expert_TK) = some_experts("swiglu", False), routing()
 
     def branch(x_TD: Tensor, gates_TK: Tensor) -> Tensor:
-        return expert_loop.run(experts, x_TD, gates_TK * (expert_TK >= 0), expert_TK)
+        return run_loop(experts, x_TD, gates_TK * (expert_TK >= 0), expert_TK)
 
     assert torch.autograd.gradcheck(branch, (x_TD, gates_TK), fast_mode=True)
 
@@ -110,17 +135,17 @@ def test_gradcheck_of_the_loop() -> None:
 def test_the_loop_keeps_its_rules_as_an_operator() -> None:
     experts, (x_TD, gates_TK, expert_TK) = some_experts("gelu", True), routing()
     slots, rows_E = sorted_slots(expert_TK, E, multiple=8)
-    where = (slots.slot_TK, slots.granted_TK, slots.token_M, rows_E)
-    weights = [experts.up_proj, experts.down_proj, experts.up_bias, experts.down_bias]
+    where = (slots.slot_TK, slots.token_M, rows_E)
+    weights = [experts.up_proj, experts.down_proj, experts.up_bias[:, None], experts.down_bias[:, None]]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(expert_loop.forward_operator, (x_TD, gates_TK, *where, weights, "gelu", True), test_utils=checks)
 
 
 def test_a_forward_without_gradients_keeps_nothing() -> None:
     experts, (x_TD, gates_TK, expert_TK) = some_experts("swiglu", False), routing()
-    wanted = expert_loop.run(experts, x_TD, gates_TK, expert_TK)
+    wanted = run_loop(experts, x_TD, gates_TK, expert_TK)
     with torch.no_grad():
-        assert torch.equal(expert_loop.run(experts, x_TD, gates_TK, expert_TK), wanted)
+        assert torch.equal(run_loop(experts, x_TD, gates_TK, expert_TK), wanted)
     assert wanted.requires_grad
 
 
@@ -128,7 +153,7 @@ def test_a_forward_without_gradients_keeps_nothing() -> None:
 def test_experts_without_any_row_are_defined(n_tokens: int) -> None:
     experts = some_experts("swiglu", False)
     x_TD, gates_TK = torch.randn(n_tokens, D, dtype=torch.float64, requires_grad=True), torch.zeros(n_tokens, K, dtype=torch.float64)
-    y_TD = expert_loop.run(experts, x_TD, gates_TK, torch.full((n_tokens, K), -1))
+    y_TD = run_loop(experts, x_TD, gates_TK, torch.full((n_tokens, K), -1))
     assert y_TD.shape == (n_tokens, D)
     y_TD.sum().backward()
     assert not y_TD.any()

@@ -1,12 +1,12 @@
-"""Experts on rows that lie one behind the other, one expert after the other: the fastest lossless way on a CPU.
+"""Experts on a CPU: a few at a time, from the gather of their rows to their last product.
 
-In: tokens, gates and the experts granted. Out: the layer's (T, D) result. One expert's rows, hidden values and gradients stay in the
-processor's cache from the gather to the last product; padding to the largest load writes each intermediate of all experts to memory and
-reads it back. So does F.grouped_mm, which moreover compiles for bfloat16 alone. Both directions are operators of their own, which
-torch.compile calls as they are. The load is read on the host, so this is nothing for a GPU.
+In: tokens, gates, and who was granted what. Out: the layer's (T, D) result. What a few experts read and compute stays in the processor's
+cache; one product over all experts, or F.grouped_mm, writes each intermediate to memory and reads it back, which costs as much as the
+products do. Both directions are operators of their own, which torch.compile calls as they are. Row counts are read on the host, so this
+is nothing for a GPU.
 
-Legend: T tokens, E experts, K choices, D model width, H expert width, P parts before the activation (gate and up, or up alone), I = P * H,
-M rows of all experts together, C rows of one.
+Legend: T tokens, E experts, of which N at a time, K choices, D model width, H expert width, P parts before the activation (gate and up,
+or up alone), I = P * H, M rows of all experts together, C rows of one.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from moetriage.train.dispatch import ROW_MULTIPLE, sorted_slots, weighted_rows, with_zero_row
+from moetriage.train.dispatch import Slots, gate_of_row, sum_rows
 from moetriage.train.experts import Experts
 
+#: Rows that are computed at a time where all experts have the same number: at widths of some hundreds they fill half a second-level cache.
+CHUNK_ROWS = 1024
 
-def run(experts: Experts, x_TD: Tensor, gates_TK: Tensor, expert_TK: Tensor) -> Tensor:
-    """Return (T, D) of x's dtype: gather, experts and combine in one; -1 in ``expert_TK`` is nothing.
 
-    Weights take x's dtype; the sum over choices is float32 inside.
+def run(experts: Experts, x_TD: Tensor, gates_TK: Tensor, slots: Slots, rows_E: Tensor | None = None) -> Tensor:
+    """Return (T, D) of x's dtype: gather, experts and combine in one. Exact zeros where nothing was granted.
+
+    rows_E: rows of each expert, one expert behind the other; None if all have the same number, M / E. Weights take x's dtype; the sum over
+    choices is float32 inside.
     """
-    slots, rows_E = sorted_slots(expert_TK, experts.num_experts, multiple=ROW_MULTIPLE)
-    # Gate and up as one product: 16-bit ones of this size gain a third.
-    weights = [torch.cat([weight.to(x_TD.dtype) for weight in experts.inputs()], dim=2), experts.down_proj.to(x_TD.dtype)]
+    inputs = [weight.to(x_TD.dtype) for weight in experts.inputs()]
+    if len(inputs) > 1 and x_TD.element_size() == 2:
+        # Gate and up as one product: 16-bit ones gain a third, others nothing that is worth a copy of the weights.
+        inputs = [torch.cat(inputs, dim=2)]
+    weights = [*inputs, experts.down_proj.to(x_TD.dtype)]
     if experts.up_bias is not None and experts.down_bias is not None:
-        weights += [experts.up_bias.to(x_TD.dtype), experts.down_bias.to(x_TD.dtype)]
-    tensors = (x_TD, gates_TK, slots.slot_TK, slots.granted_TK, slots.token_M, rows_E)
+        weights += [experts.up_bias.to(x_TD.dtype)[:, None], experts.down_bias.to(x_TD.dtype)[:, None]]
+    tensors = (x_TD, gates_TK, slots.slot_TK, slots.token_M, rows_E)
     keep = torch.is_grad_enabled()
     # The operator's first call imports all of torch's compiler, some seconds that only a compiled layer has to spend.
     if torch.compiler.is_compiling():
-        y_TD, _ = forward_operator(*tensors, weights, experts.activation, keep)
-        return y_TD
+        return forward_operator(*tensors, weights, experts.activation, keep)[0]
     return _Loop.apply(experts.activation, keep, *tensors, *weights)
 
 
@@ -45,9 +50,8 @@ def _forward(
     x_TD: Tensor,
     gates_TK: Tensor,
     slot_TK: Tensor,
-    granted_TK: Tensor,
     token_M: Tensor,
-    rows_E: Tensor,
+    rows_E: Tensor | None,
     weights: list[Tensor],
     activation: str,
     keep: bool,
@@ -56,12 +60,16 @@ def _forward(
 
     Nothing else is kept for the backward: the hidden values are cheaper to compute again, and the outputs are not needed.
     """
-    x_TD = with_zero_row(x_TD)
-    y_MD, pre_PMH = x_TD.new_empty(len(token_M), x_TD.shape[1]), _new_pre(x_TD, weights, len(token_M) if keep else 0)
-    for expert, rows in _spans(rows_E):
-        pre_PCH = pre_PMH[:, rows] if keep else None
-        _expert(x_TD.index_select(0, token_M[rows]), [weight[expert] for weight in weights], activation, y_MD[rows], pre_PCH)
-    return weighted_rows(y_MD, gates_TK, slot_TK, granted_TK), pre_PMH
+    n_rows, d_model = len(token_M), x_TD.shape[1]
+    pre_PMH = _new_pre(x_TD, weights, activation, n_rows if keep else 0)
+    y_MD = x_TD.new_empty(n_rows + 1, d_model)
+    y_MD[-1] = 0
+    x_TD, token_M = _readable(x_TD), _readable_tokens(x_TD, token_M)
+    for experts, rows in _chunks(rows_E, len(weights[0]), n_rows):
+        own = [weight[experts] for weight in weights]
+        x_NCD, y_NCD = x_TD.index_select(0, token_M[rows]).view(len(own[0]), -1, d_model), y_MD[rows].view(len(own[0]), -1, d_model)
+        _chunk(x_NCD, own, activation, y_NCD, pre_PMH[:, rows].unflatten(1, (len(own[0]), -1)) if keep else None)
+    return sum_rows(y_MD, slot_TK, gates_TK), pre_PMH
 
 
 def _backward(
@@ -69,38 +77,44 @@ def _backward(
     x_TD: Tensor,
     gates_TK: Tensor,
     slot_TK: Tensor,
-    granted_TK: Tensor,
     token_M: Tensor,
-    rows_E: Tensor,
+    rows_E: Tensor | None,
     pre_PMH: Tensor,
     weights: list[Tensor],
     activation: str,
 ) -> list[Tensor]:
     """Return the gradients of x, of the gates and of each weight."""
-    x_TD, dy_TD = with_zero_row(x_TD), with_zero_row(dy_TD)
-    grads = [torch.zeros_like(weight) for weight in weights]
-    gate_M = _gate_of_row(gates_TK, slot_TK, granted_TK, len(token_M)).to(dy_TD.dtype)
-    dx_MD, dgate_M = x_TD.new_empty(len(token_M), x_TD.shape[1]), gates_TK.new_zeros(len(token_M))
-    for expert, rows in _spans(rows_E):
-        x_CD, dy_CD = x_TD.index_select(0, token_M[rows]), dy_TD.index_select(0, token_M[rows])
-        own, own_grads = [weight[expert] for weight in weights], [grad[expert] for grad in grads]
-        dgate_M[rows] = _expert_backward(x_CD, dy_CD, gate_M[rows, None], pre_PMH[:, rows], own, activation, own_grads, dx_MD[rows])
-    return [weighted_rows(dx_MD, granted_TK, slot_TK, granted_TK), dgate_M[slot_TK].masked_fill_(~granted_TK, 0), *grads]
+    n_rows, d_model = len(token_M), x_TD.shape[1]
+    gate_M = gate_of_row(gates_TK, slot_TK, n_rows).to(dy_TD.dtype)
+    grads, idle = [torch.empty_like(weight) for weight in weights], [] if rows_E is None else (rows_E == 0).nonzero()[:, 0].tolist()
+    for grad in grads:
+        for expert in idle:
+            grad[expert] = 0
+    dx_MD, dgate_M = x_TD.new_empty(n_rows + 1, d_model), gates_TK.new_zeros(n_rows + 1)
+    dx_MD[-1] = 0
+    x_TD, dy_TD, token_M = _readable(x_TD), _readable(dy_TD), _readable_tokens(x_TD, token_M)
+    for experts, rows in _chunks(rows_E, len(weights[0]), n_rows):
+        own, own_grads = [weight[experts] for weight in weights], [grad[experts] for grad in grads]
+        x_NCD, dy_NCD = (values.index_select(0, token_M[rows]).view(len(own[0]), -1, d_model) for values in (x_TD, dy_TD))
+        pre_PNCH, gate_NC1 = pre_PMH[:, rows].unflatten(1, x_NCD.shape[:2]), gate_M[rows].view(len(own[0]), -1, 1)
+        dx_NCD = dx_MD[rows].view_as(x_NCD)
+        dgate_M[rows] = _chunk_backward(x_NCD, dy_NCD, gate_NC1, pre_PNCH, own, activation, own_grads, dx_NCD).flatten()
+    return [sum_rows(dx_MD, slot_TK), dgate_M[slot_TK], *grads]
 
 
 class _Loop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: str, keep: bool, *tensors: Tensor) -> Tensor:
-        y_TD, pre_PMH = _forward(*tensors[:6], list(tensors[6:]), activation, keep)
+        y_TD, pre_PMH = _forward(*tensors[:5], list(tensors[5:]), activation, keep)
         ctx.activation = activation
-        ctx.save_for_backward(*tensors[:6], pre_PMH, *tensors[6:])
+        ctx.save_for_backward(*tensors[:5], pre_PMH, *tensors[5:])
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # checkpointing allows one look
-        dx_TD, dgates_TK, *grads = _backward(dy_TD, *saved[:7], list(saved[7:]), ctx.activation)
-        return None, None, dx_TD, dgates_TK, None, None, None, None, *grads
+        dx_TD, dgates_TK, *grads = _backward(dy_TD, *saved[:6], list(saved[6:]), ctx.activation)
+        return None, None, dx_TD, dgates_TK, None, None, None, *grads
 
 
 forward_operator = torch.library.custom_op("moetriage::expert_loop", _forward, mutates_args=())
@@ -108,10 +122,8 @@ backward_operator = torch.library.custom_op("moetriage::expert_loop_backward", _
 
 
 @forward_operator.register_fake
-def _(
-    x_TD: Tensor, gates_TK: Any, slot_TK: Any, granted_TK: Any, token_M: Tensor, rows_E: Any, weights: Any, activation: str, keep: bool
-) -> Any:
-    return torch.empty_like(x_TD), _new_pre(x_TD, weights, len(token_M) if keep else 0)
+def _(x_TD: Tensor, gates_TK: Any, slot_TK: Any, token_M: Tensor, rows_E: Any, weights: Any, activation: str, keep: bool) -> Any:
+    return torch.empty_like(x_TD), _new_pre(x_TD, weights, activation, len(token_M) if keep else 0)
 
 
 @backward_operator.register_fake
@@ -127,85 +139,114 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dy_TD: Tensor, _: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    dx_TD, dgates_TK, *grads = backward_operator(dy_TD, *saved[:7], list(saved[7:]), ctx.activation)
-    return dx_TD, dgates_TK, None, None, None, None, grads, None, None
+    dx_TD, dgates_TK, *grads = backward_operator(dy_TD, *saved[:6], list(saved[6:]), ctx.activation)
+    return dx_TD, dgates_TK, None, None, None, grads, None, None
 
 
 forward_operator.register_autograd(_differentiate, setup_context=_save)
 
 
-def _spans(rows_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the experts that have rows, and which."""
+def _chunks(rows_E: Tensor | None, num_experts: int, n_rows: int) -> Iterator[tuple[slice, slice]]:
+    """Yield experts that are computed together, and their rows: one at a time, those with rows, unless all have the same number."""
+    if rows_E is None:
+        room = n_rows // num_experts
+        step = max(1, CHUNK_ROWS // room)
+        for start in range(0, num_experts, step):
+            stop = min(start + step, num_experts)
+            yield slice(start, stop), slice(start * room, stop * room)
+        return
     start = 0
-    for expert, n_rows in enumerate(rows_E.tolist()):
-        if n_rows:
-            yield expert, slice(start, start + n_rows)
-        start += n_rows
+    for expert, rows in enumerate(rows_E.tolist()):
+        if rows:
+            yield slice(expert, expert + 1), slice(start, start + rows)
+        start += rows
 
 
-def _new_pre(x_TD: Tensor, weights: list[Tensor], n_rows: int) -> Tensor:
-    d_expert = weights[1].shape[1]
-    return x_TD.new_empty(weights[0].shape[2] // d_expert, n_rows, d_expert)
+def _new_pre(x_TD: Tensor, weights: list[Tensor], activation: str, n_rows: int) -> Tensor:
+    return x_TD.new_empty(2 if activation == "swiglu" else 1, n_rows, _split(weights, activation)[1].shape[1])
 
 
-# The two functions below are functions so that what they allocate is free again, and in the cache, for the next expert.
+def _readable(x_TD: Tensor) -> Tensor:
+    """Return x with at least one row."""
+    return x_TD if len(x_TD) else x_TD.new_zeros(1, x_TD.shape[1])
 
 
-def _expert(x_CD: Tensor, weights: list[Tensor], activation: str, y_CD: Tensor, pre_PCH: Tensor | None) -> None:
-    """Write one expert's result into ``y_CD`` and the values before the activation into ``pre_PCH``."""
-    in_DI, down_HD, *biases = weights
-    pre_CI = torch.addmm(biases[0], x_CD, in_DI) if biases else x_CD @ in_DI
-    # Parts without gaps: silu takes three times as long on rows with gaps, copying costs a seventh of that.
-    parts_CPH = pre_CI.view(len(x_CD), -1, down_HD.shape[0])
-    parts_PCH = parts_CPH.transpose(0, 1).contiguous() if pre_PCH is None else pre_PCH.copy_(parts_CPH.transpose(0, 1))
-    _, hidden_CH = _hidden(parts_PCH, activation)
+def _readable_tokens(x_TD: Tensor, token_M: Tensor) -> Tensor:
+    """Let empty rows read the last token, not zeros in a copy of x: nobody takes what they compute, their gate of 0 ends each gradient."""
+    return token_M.clamp(max=max(len(x_TD) - 1, 0))
+
+
+def _split(weights: list[Tensor], activation: str) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Return the matrices that read the input (gate and up may be one), the one that writes the output, and the biases, if any."""
+    if activation == "swiglu":
+        return weights[:-1], weights[-1], []
+    return weights[:1], weights[1], weights[2:]
+
+
+# The two functions below are functions so that what they allocate is free again, and in the cache, for the next experts.
+
+
+def _chunk(x_NCD: Tensor, weights: list[Tensor], activation: str, y_NCD: Tensor, pre_PNCH: Tensor | None) -> None:
+    """Write some experts' results into ``y_NCD`` and, if they are wanted, the values before the activation into ``pre_PNCH``."""
+    inputs, down_NHD, biases = _split(weights, activation)
+    keep = pre_PNCH is not None
+    if pre_PNCH is None:
+        pre_PNCH = _new_pre(x_NCD[0], weights, activation, x_NCD.shape[0] * x_NCD.shape[1]).unflatten(1, x_NCD.shape[:2])
     if biases:
-        torch.addmm(biases[1], hidden_CH, down_HD, out=y_CD)
+        torch.baddbmm(biases[0], x_NCD, inputs[0], out=pre_PNCH[0])
+    elif len(inputs) < len(pre_PNCH):
+        # Parts without gaps: silu takes three times as long on rows with gaps, copying costs a seventh of that.
+        pre_PNCH.copy_(torch.bmm(x_NCD, inputs[0]).unflatten(2, (2, -1)).permute(2, 0, 1, 3))
     else:
-        torch.mm(hidden_CH, down_HD, out=y_CD)
+        for weight_NDH, pre_NCH in zip(inputs, pre_PNCH, strict=True):
+            torch.bmm(x_NCD, weight_NDH, out=pre_NCH)
+    _, hidden_NCH = _hidden(pre_PNCH, activation, keep=keep)
+    if biases:
+        torch.baddbmm(biases[1], hidden_NCH, down_NHD, out=y_NCD)
+    else:
+        torch.bmm(hidden_NCH, down_NHD, out=y_NCD)
 
 
-def _expert_backward(
-    x_CD: Tensor,
-    dy_CD: Tensor,
-    gate_C1: Tensor,
-    pre_PCH: Tensor,
+def _chunk_backward(
+    x_NCD: Tensor,
+    dy_NCD: Tensor,
+    gate_NC1: Tensor,
+    pre_PNCH: Tensor,
     weights: list[Tensor],
     activation: str,
     grads: list[Tensor],
-    dx_CD: Tensor,
+    dx_NCD: Tensor,
 ) -> Tensor:
-    """Write one expert's gradients into ``grads`` and ``dx_CD``; returns that of the gates, (C,)."""
-    in_DI, down_HD, *biases = weights
-    silu_CH, hidden_CH = _hidden(pre_PCH, activation)
+    """Write some experts' gradients into ``grads`` and ``dx_NCD``; returns that of the gates, (N, C)."""
+    inputs, down_NHD, biases = _split(weights, activation)
+    dinputs, ddown_NHD, dbiases = _split(grads, activation)
+    silu_NCH, hidden_NCH = _hidden(pre_PNCH, activation, keep=True)
     # Without the gate: this is what the gate's own gradient needs.
-    dhidden_CH = dy_CD @ down_HD.t()
-    dgate_C = (hidden_CH * dhidden_CH).sum(dim=1, dtype=torch.promote_types(dy_CD.dtype, torch.float32))
-    torch.mm(hidden_CH.mul_(gate_C1).t(), dy_CD, out=grads[1])
-    dhidden_CH.mul_(gate_C1)
+    dhidden_NCH = torch.bmm(dy_NCD, down_NHD.transpose(1, 2))
+    dgate_NC = (hidden_NCH * dhidden_NCH).sum(dim=2, dtype=torch.promote_types(dy_NCD.dtype, torch.float32))
+    torch.bmm(hidden_NCH.mul_(gate_NC1).transpose(1, 2), dy_NCD, out=ddown_NHD)
+    dhidden_NCH.mul_(gate_NC1)
     if activation == "gelu":
-        dpre_CI = torch.ops.aten.gelu_backward(dhidden_CH, pre_PCH[0])
+        dpre = [torch.ops.aten.gelu_backward(dhidden_NCH, pre_PNCH[0])]
     else:
-        dpart_CH = torch.ops.aten.silu_backward(dhidden_CH * pre_PCH[1], pre_PCH[0])
-        dpre_CI = torch.cat((dpart_CH, silu_CH.mul_(dhidden_CH)), dim=1)
-    torch.mm(x_CD.t(), dpre_CI, out=grads[0])
-    torch.mm(dpre_CI, in_DI.t(), out=dx_CD)
+        dpre = [torch.ops.aten.silu_backward(dhidden_NCH * pre_PNCH[1], pre_PNCH[0]), silu_NCH.mul_(dhidden_NCH)]
+    if len(inputs) < len(dpre):
+        dpre = [torch.cat(dpre, dim=2)]
+    for dpre_NCI, dinput_NDI in zip(dpre, dinputs, strict=True):
+        torch.bmm(x_NCD.transpose(1, 2), dpre_NCI, out=dinput_NDI)
+    torch.bmm(dpre[0], inputs[0].transpose(1, 2), out=dx_NCD)
+    for dpre_NCI, input_NDI in zip(dpre[1:], inputs[1:], strict=True):
+        dx_NCD.baddbmm_(dpre_NCI, input_NDI.transpose(1, 2))
     if biases:
-        dgate_C += (dy_CD @ biases[1]).to(dgate_C.dtype)
-        torch.sum(dpre_CI, dim=0, out=grads[2])
-        torch.mv(dy_CD.t(), gate_C1[:, 0], out=grads[3])
-    return dgate_C
+        dgate_NC += torch.bmm(dy_NCD, biases[1].transpose(1, 2))[..., 0]
+        torch.sum(dpre[0], dim=1, keepdim=True, out=dbiases[0])
+        torch.bmm(gate_NC1.transpose(1, 2), dy_NCD, out=dbiases[1])
+    return dgate_NC
 
 
-def _hidden(pre_PCH: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return silu of the gate (for gelu the values themselves) and the hidden values; both may be overwritten unless gelu."""
+def _hidden(pre_PNCH: Tensor, activation: str, *, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return silu of the gate (for gelu the values themselves) and the hidden values; unless ``keep``, in the place of what comes in."""
     if activation == "gelu":
-        return pre_PCH[0], F.gelu(pre_PCH[0])
-    silu_CH = F.silu(pre_PCH[0])
-    return silu_CH, silu_CH * pre_PCH[1]
-
-
-def _gate_of_row(gates_TK: Tensor, slot_TK: Tensor, granted_TK: Tensor, n_rows: int) -> Tensor:
-    """Return the gate of each row, (M,); 0 in rows without a token."""
-    rows_TK = torch.where(granted_TK, slot_TK, n_rows)
-    return gates_TK.new_zeros(n_rows + 1).scatter_(0, rows_TK.flatten(), gates_TK.flatten())[:-1]
+        return pre_PNCH[0], F.gelu(pre_PNCH[0]) if keep else torch.ops.aten.gelu_(pre_PNCH[0])
+    silu_NCH = F.silu(pre_PNCH[0], inplace=not keep)
+    return silu_NCH, silu_NCH * pre_PNCH[1] if keep else silu_NCH.mul_(pre_PNCH[1])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moetriage.errors import UsageError
 from moetriage.train import expert_loop
 from moetriage.train.admission import THRESHOLD_POLICIES, admit, capacity
-from moetriage.train.dispatch import combine, gather, padded_slots, sorted_slots
+from moetriage.train.dispatch import ROW_MULTIPLE, combine, gather, padded_slots, sorted_slots
 from moetriage.train.experts import Experts
 from moetriage.train.losses import load_balancing_loss, z_loss
 from moetriage.train.metrics import RoutingStats, stats_of_choices, stats_of_plan
@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
 
     def _admit(self, routing: Routing, mask_T: Tensor | None, sequence_length: int, *, drop_free: bool) -> Plan:
         n_tokens, num_experts = routing.probs_TE.shape
-        if mask_T is not None:
+        if mask_T is not None and not drop_free:
             n_tokens = int(mask_T.sum())  # shapes depend on it: the one place that waits for the device
         factor = self.config.capacity_factor
         if not self.training and self.config.eval_capacity_factor is not None:
@@ -111,23 +111,27 @@ class MoELayer(nn.Module):
         )
 
     def _padded(self, x_TD: Tensor, routing: Routing, plan: Plan) -> Tensor:
-        """Run the experts on buffers of ``capacity`` rows, one bmm a matrix."""
+        """Run the experts on buffers of ``capacity`` rows: bmm over all, or on a CPU over some at a time."""
         num_experts = self.config.num_experts
         # No expert can get more than all tokens; one row at least keeps the graph whole where there is no capacity at all.
         room = max(1, min(plan.capacity, len(x_TD)))
         slots = padded_slots(plan.expert_TK, plan.slot_TK, num_experts, room)
         gates_TK = gates_of(routing.probs_TE, plan.expert_TK, renormalise=self.config.renormalise)
-        x_ECD = gather(_cast(x_TD), slots).view(num_experts, room, -1)
-        return combine(self.experts.padded(x_ECD).flatten(0, 1), gates_TK, slots)
+        x_TD = _cast(x_TD)
+        if x_TD.device.type == "cpu":
+            return expert_loop.run(self.experts, x_TD, gates_TK, slots)
+        y_ECD = self.experts.padded(gather(x_TD, slots).view(num_experts, room, -1))
+        return combine(y_ECD.flatten(0, 1), gates_TK, slots)
 
     def _dropless(self, x_TD: Tensor, routing: Routing, expert_TK: Tensor) -> Tensor:
         """Run each expert on as many rows as it was given; -1 in ``expert_TK`` is nothing."""
         gates_TK = gates_of(routing.probs_TE, expert_TK, renormalise=self.config.renormalise)
         x_TD = _cast(x_TD)
-        if not _use_grouped(x_TD, self.config):
-            return expert_loop.run(self.experts, x_TD, gates_TK, expert_TK)
-        slots, load_E = sorted_slots(expert_TK, self.config.num_experts)
-        return combine(self.experts.grouped(gather(x_TD, slots), load_E), gates_TK, slots)
+        if _use_grouped(x_TD, self.config):
+            slots, load_E = sorted_slots(expert_TK, self.config.num_experts)
+            return combine(self.experts.grouped(gather(x_TD, slots), load_E), gates_TK, slots)
+        slots, rows_E = sorted_slots(expert_TK, self.config.num_experts, multiple=ROW_MULTIPLE)
+        return expert_loop.run(self.experts, x_TD, gates_TK, slots, rows_E)
 
     def _losses(self, routing: Routing, expert_TK: Tensor, mask_T: Tensor | None) -> dict[str, Tensor]:
         losses = {}
