@@ -70,6 +70,8 @@ def test_the_table_and_its_meaning_go_to_standard_output(command: Command, tiny_
     for words in ("plain mmap", "streamed, F=0.75", "streamed, F=1", "tok/s", "MiB read/token", "hits", "dropped", "peak memory"):
         assert words in result.out
     assert "The weights are random" in result.out
+    for name in ("streamed", "streamed, F=0.75"):
+        assert f"A small model trained on Python's standard library writes, {name}:" in result.out
     assert [line for line in result.errors if "(4 tokens)" in line] == [
         f"moetriage: {cell} (4 tokens)" for cell in ("plain mmap", "streamed", "streamed, F=0.75", "streamed, F=1")
     ]
@@ -85,6 +87,9 @@ def test_json_is_one_object_on_the_last_line_and_names_a_file_that_is_kept(comma
     assert kept.parent == folder
     assert kept.stat().st_size == result.json["file_bytes"]
     assert [cell["tokens"] for cell in result.json["cells"]] == [TOKENS] * 2
+    lossless, dropped = result.json["text"]
+    assert lossless["text"].strip()
+    assert lossless["drop"]["dropped"] == 0 < dropped["drop"]["dropped"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

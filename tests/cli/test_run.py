@@ -89,6 +89,15 @@ def test_text_goes_to_standard_output_and_the_summary_to_standard_error(command:
     assert "moe-drop" not in result.err
 
 
+def test_the_bundled_model_needs_no_path(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command("run", "bundled", "-p", "def ", "-n", 3, "--cache-mb", 9, "--json")
+    assert result.code == 0
+    assert result.json["generated"] == 3
+    (tmp_path / "bundled").write_text("a file of that name is the user's")
+    assert command("run", "bundled", "-p", "def ").code == 2
+
+
 def test_json_is_one_line_and_accounts_for_the_run(command: Command, model: Path) -> None:
     result = command("run", model, *GREEDY, "--json", "--cache-mb", "2")
     assert result.code == 0

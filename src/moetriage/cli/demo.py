@@ -18,6 +18,7 @@ import typer
 
 from moetriage.cli import terminal
 from moetriage.cli.options import Json
+from moetriage.cli.summary import summary
 
 if TYPE_CHECKING:
     from moetriage.demo.report import Row
@@ -45,10 +46,12 @@ def demo(
     """Compare plain mmap, streaming and streaming with dropped experts on a model larger than the memory it gets.
 
     Writes a file in the shape of Qwen3-30B-A3B with fewer layers (3.2 GB, removed afterwards) and routes it as the real model was recorded.
+    Then lets the small trained model that comes with moetriage write, streamed in a cache below its size.
     """
     from moetriage.demo.plan import DEFAULT_LAYERS, SHAPE, TOKENS, recorded_routing
     from moetriage.demo.report import as_dict
     from moetriage.demo.run import DemoSettings, run_demo
+    from moetriage.demo.text import bundled_model, write_text
 
     settings = DemoSettings(
         folders=[directory] if directory is not None else _default_folders(),
@@ -63,9 +66,11 @@ def demo(
     with _signals_clean_up(), _progress() as on_progress:
         result = run_demo(settings, on_progress)
     if json_output:
-        terminal.print_json(as_dict(result))
+        written = [cell.as_dict() for cell in write_text(bundled_model(), n_threads=threads)]
+        terminal.print_json(as_dict(result) | {"text": written})
     else:
         _print(result)
+        _write(threads)
 
 
 def _default_folders() -> list[Path]:
@@ -130,6 +135,18 @@ def _print(result: DemoResult) -> None:
     for sentence in sentences(result):
         print(sentence)
     terminal.note(f"{result.seconds:.0f} s in all" + (f"; the model is kept in {result.kept}" if result.kept else "; the model is removed"))
+
+
+def _write(threads: int | None) -> None:
+    """Show what the trained model writes, as it comes."""
+    from moetriage.demo.text import PROMPT, bundled_model, write_text
+
+    def on_cell(name: str) -> None:
+        print(f"\nA small model trained on Python's standard library writes, {name}:\n\n{PROMPT}", end="", flush=True)
+
+    for cell in write_text(bundled_model(), lambda piece: print(piece, end="", flush=True), on_cell=on_cell, n_threads=threads):
+        print(flush=True)
+        terminal.dim(summary(cell.report))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -28,7 +28,13 @@ _TOKENS = "Choosing tokens"
 _FILES = "Files and progress"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line of standard output (docs/telemetry.md).")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="GGUF file (of a split one the first part), or hf:owner/repo[:file-glob].")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="GGUF file (of a split one the first part), hf:owner/repo[:file-glob], or 'bundled' for the small one that is here.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
