@@ -51,7 +51,7 @@ class Router(nn.Module):
             logits_TE = F.linear(x_TD.to(dtype), self.weight.to(dtype))
             if self.check_finite and not torch.compiler.is_compiling():
                 require_finite(logits_TE, self.layer, sequence_length)
-            return Routing(logits_TE, logits_TE.softmax(dim=1))
+            return Routing(logits_TE, _softmax(logits_TE))
 
     def choose(self, probs_TE: Tensor, top_k: int) -> Tensor:
         """Return (T, top_k) int64, the best experts, best first; ties go to the lower index. The bias counts here and nowhere else."""
@@ -64,6 +64,13 @@ class Router(nn.Module):
         if self.bias_E is None:
             raise UsageError("the router has no selection bias: set loss_free_bias_rate above 0")
         self.bias_E += update_E
+
+
+def _softmax(logits_TE: Tensor) -> Tensor:
+    # Along rows of fewer than 16 values it takes five times as long as across them: 0.5 ms for 4096 tokens and 8 experts.
+    if logits_TE.device.type == "cpu" and logits_TE.shape[1] < 16:
+        return logits_TE.t().softmax(dim=0).t().contiguous()
+    return logits_TE.softmax(dim=1)
 
 
 def best(scores_TE: Tensor, top_k: int) -> Tensor:
