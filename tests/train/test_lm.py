@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from moetriage.errors import UsageError
 from moetriage.train import model_config
-from moetriage.train.cross_entropy import CHUNK, linear_cross_entropy
+from moetriage.train.cross_entropy import CHUNK, GROUP, linear_cross_entropy
 from moetriage.train.lm import NanoMoE
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.moe_config import MoEConfig
@@ -120,7 +120,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(config: ModelConfig) -> Non
     assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), atol=1e-5)
 
 
-@pytest.mark.parametrize("n_tokens", [1, CHUNK, 2 * CHUNK + 7])
+@pytest.mark.parametrize("n_tokens", [1, CHUNK, 2 * CHUNK + 7, GROUP + CHUNK + 7])
 @pytest.mark.parametrize("kept", [0.0, 0.7, 1.0])
 def test_chunked_cross_entropy_has_the_value_and_gradients_of_the_plain_one(n_tokens: int, kept: float) -> None:
     hidden, weight = torch.randn(n_tokens, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
@@ -134,6 +134,15 @@ def test_chunked_cross_entropy_has_the_value_and_gradients_of_the_plain_one(n_to
     assert torch.allclose(loss, expected, atol=1e-6)
     assert torch.allclose(found[0], hidden.grad, atol=1e-6)
     assert torch.allclose(found[1], weight.grad, atol=1e-5)
+
+
+def test_a_word_that_seemed_impossible_has_its_finite_loss_and_gradient() -> None:
+    hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[400.0, 0.0], [-400.0, 0.0]], requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([1, -1]))
+    loss.backward()
+    assert loss.item() == 800
+    assert torch.equal(weight.grad, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    assert torch.equal(hidden.grad, torch.tensor([[800.0, 0.0], [0.0, 0.0]]))
 
 
 def test_rms_norm_is_torchs_with_its_gradients() -> None:
@@ -250,7 +259,7 @@ def test_settings_survive_json(preset: Any) -> None:
     ("changes", "message"),
     [
         ({"style": "llama"}, "style 'llama': must be gpt2 or qwen3"),
-        ({"n_layer": 0}, "n_layer 0: must be a whole number of at least 1"),
+        ({"n_layer": 0}, "n_layer 0: must be a whole number from 1 to 1024"),
         ({"context": 1.5}, "context 1.5"),
         ({"vocab_size": 70_000}, "at most 65536"),
         ({"norm_eps": float("nan")}, "norm_eps nan"),

@@ -9,6 +9,8 @@ Legend: B sequences, S positions, D model width, N query heads, M key/value head
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -32,9 +34,27 @@ class Rotary(nn.Module):
 
     def forward(self, x_BNSH: Tensor) -> Tensor:
         """Rotate each head by its position's angles; (B, heads, S, H) in and out."""
-        length, half = x_BNSH.shape[-2], x_BNSH.shape[-1] // 2
+        length = x_BNSH.shape[-2]
         cos_SH, sin_SH = (table[:length].to(x_BNSH.dtype) for table in (self.cos_SH, self.signed_sin_SH))
-        return x_BNSH * cos_SH + x_BNSH.roll(half, dims=-1) * sin_SH
+        return _Turn.apply(x_BNSH, cos_SH, sin_SH)
+
+
+class _Turn(torch.autograd.Function):
+    """Back goes the gradient turned the other way; autograd would keep and pass over each product on its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_SH, sin_SH)
+        return _turned(x_BNSH, cos_SH, sin_SH)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_SH, sin_SH = ctx.saved_tensors
+        return _turned(grads[0], cos_SH, -sin_SH), None, None
+
+
+def _turned(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
+    return (x_BNSH * cos_SH).addcmul_(x_BNSH.roll(x_BNSH.shape[-1] // 2, dims=-1), sin_SH)
 
 
 class Attention(nn.Module):

@@ -38,9 +38,9 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BNSH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor) -> Tensor:
-        scaled = q_BNSH * q_BNSH.shape[-1] ** -0.5
-        heads = k_BMSH.shape[1]
-        q, k, v = _grouped(scaled, heads), k_BMSH.flatten(0, 1), v_BMSH.flatten(0, 1)
+        # Keys are fewer than queries, so it is they that are scaled.
+        scaled = k_BMSH * k_BMSH.shape[-1] ** -0.5
+        q, k, v = _grouped(q_BNSH, k_BMSH.shape[1]), scaled.flatten(0, 1), v_BMSH.flatten(0, 1)
         out, kept = torch.empty_like(q), []
         for start, end in _blocks(q.shape[2]):
             scores = torch.bmm(_rows(q, start, end), k[:, :end].transpose(1, 2))
@@ -64,7 +64,7 @@ class _Blocks(torch.autograd.Function):
             dq[:, :, start:end] = _per_head(torch.bmm(dscores, k[:, :end]), q.shape[1])
             dk[:, :end].baddbmm_(dscores.transpose(1, 2), _rows(q, start, end))
         like_kv = (grads[0].shape[0], -1, *k.shape[1:])
-        return (dq * q.shape[-1] ** -0.5).view(grads[0].shape), dk.view(like_kv), dv.view(like_kv)
+        return dq.view(grads[0].shape), dk.mul_(k.shape[-1] ** -0.5).view(like_kv), dv.view(like_kv)
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:

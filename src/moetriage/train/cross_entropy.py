@@ -15,38 +15,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Tokens whose logits are held at a time: 8 MiB in float32 at 4,096 words.
-CHUNK = 512
+#: Tokens whose logits are held in float32 at a time: 2 MiB at 4,096 words, a core's cache.
+CHUNK = 128
+#: Tokens whose gradient is held at a time. Products with the weight are taken of all of them: a gradient of the weight is as large as they.
+GROUP = 2048
 #: Targets below zero do not count.
 IGNORE = -1
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Of a softmax's gradient, p - 1[target], the products with p are taken before p is divided by its sum: rows are scaled where they are
+    D wide and not V. The target's own part is a row of the weight."""
+
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        needs_grad = any(ctx.needs_input_grad)
         weight = weight_VD.to(hidden_TD.dtype)
-        count = (targets_T >= 0).sum().clamp(min=1)
-        total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
-        grad_hidden_TD = torch.empty_like(hidden_TD) if needs_grad else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad else None
-        for start in range(0, len(targets_T), CHUNK):
-            rows, targets = hidden_TD[start : start + CHUNK], targets_T[start : start + CHUNK]
-            probs_TV, nats_T = _softmax(rows @ weight.T, targets)
-            total += nats_T.sum()
-            if grad_hidden_TD is not None and grad_weight_VD is not None:
-                grad_TV = _grad_of_logits(probs_TV, targets, count).to(weight.dtype)
-                torch.mm(grad_TV, weight, out=grad_hidden_TD[start : start + CHUNK])
-                grad_weight_VD += grad_TV.T @ rows
+        counted_T = targets_T >= 0
+        share_T = counted_T / counted_T.sum().clamp(min=1)
+        targets_T = targets_T.clamp(min=0)
+        needs_grad = any(ctx.needs_input_grad)
+        grad_hidden_TD = torch.empty_like(hidden_TD)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+        nats_T = torch.empty_like(share_T)
+        for start in range(0, len(targets_T), GROUP):
+            group = slice(start, start + GROUP)
+            nats_T[group], sum_T, exp_TV = _exponentials(hidden_TD[group], weight, targets_T[group], kept=needs_grad)
+            if needs_grad:
+                scale_T1 = (share_T[group] / sum_T).unsqueeze(1)
+                torch.mm(exp_TV, weight, out=grad_hidden_TD[group]).mul_(scale_T1.to(weight.dtype))
+                grad_weight_VD += exp_TV.T @ (hidden_TD[group] * scale_T1).to(weight.dtype)
         if needs_grad:
-            ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
-            ctx.weight_dtype = weight_VD.dtype
-        return total / count
+            own_TD = share_T.unsqueeze(1)
+            grad_hidden_TD -= (weight[targets_T] * own_TD).to(weight.dtype)
+            grad_weight_VD.index_add_(0, targets_T, hidden_TD.to(grad_weight_VD.dtype) * own_TD, alpha=-1)
+        ctx.save_for_backward(grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype))
+        return (nats_T * share_T).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
-        return grad_hidden_TD * grads[0].to(grad_hidden_TD.dtype), (grad_weight_VD * grads[0]).to(ctx.weight_dtype), None
+        return grad_hidden_TD * grads[0].to(grad_hidden_TD.dtype), grad_weight_VD * grads[0].to(grad_weight_VD.dtype), None
 
 
 def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
@@ -59,17 +67,18 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
     return loss
 
 
-def _softmax(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probabilities (float32) and each token's loss in nats, 0 where the target does not count."""
-    logits_TV = logits_TV.float()
-    log_total_T = logits_TV.logsumexp(-1)
-    picked_T = logits_TV.gather(1, targets_T.clamp(min=0).unsqueeze(1)).squeeze(1)
-    nats_T = (log_total_T - picked_T).masked_fill(targets_T < 0, 0.0)
-    return logits_TV.sub_(log_total_T.unsqueeze(1)).exp_(), nats_T
-
-
-def _grad_of_logits(probs_TV: Tensor, targets_T: Tensor, count: Tensor) -> Tensor:
-    """Turn the probabilities, in place, into the gradient of the mean loss by the logits."""
-    scale_T = (targets_T >= 0).to(probs_TV.dtype) / count
-    probs_TV.scatter_add_(1, targets_T.clamp(min=0).unsqueeze(1), probs_TV.new_full((len(targets_T), 1), -1.0))
-    return probs_TV.mul_(scale_T.unsqueeze(1))
+def _exponentials(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, kept: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's loss, the sum of its exp(logit - highest), and, if ``kept``, these themselves in the hidden states' type."""
+    exp_TV = hidden_TD.new_empty(len(targets_T) if kept else 0, weight_VD.shape[0])
+    nats, sums = [], []
+    for start in range(0, len(targets_T), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        logits_TV = hidden_TD[chunk] @ weight_VD.T
+        # Plain passes: the fused softmax of a CPU takes longer than all of them.
+        shifted_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)) - logits_TV.amax(1, keepdim=True)
+        picked_T = shifted_TV.gather(1, targets_T[chunk].unsqueeze(1)).squeeze(1)
+        sums.append(shifted_TV.exp_().sum(1))
+        nats.append(sums[-1].log() - picked_T)
+        if kept:
+            exp_TV[chunk] = shifted_TV
+    return torch.cat(nats), torch.cat(sums), exp_TV

@@ -79,6 +79,8 @@ class Decoder(nn.Module):
         x_BSD = self.embed_tokens(tokens_BS)
         if self.embed_positions is not None:
             x_BSD = x_BSD + self.embed_positions.weight[: tokens_BS.shape[1]]
+        # The residual has the branches' type: in float32 each addition would move twice the memory and each norm convert its input.
+        x_BSD = _compute_dtype(x_BSD)
         branches = []
         for layer in self.layers:
             x_BSD, branch = layer(x_BSD, self.rotary, drop_free=drop_free)
