@@ -52,6 +52,37 @@ def test_both_kinds_are_written_at_once(command: Command, checkpoint: Callable[.
     assert json.loads((hf / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
+def test_a_name_that_is_no_utf8_names_the_model_all_the_same(command: Command, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "m\udcff.gguf"
+    assert command("export", checkpoint(tmp_path / "run"), out).code == 0
+    assert out.exists()
+
+
+def test_a_tokenizer_of_another_size_is_one_line(command: Command, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "run")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    for changed in ({**tokenizer["model"], "vocab": dict(list(vocab.items())[:300])}, [], {"vocab": ["a"]}, {"vocab": {"a": "x"}}):
+        (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "model": changed}))
+        for target in ([tmp_path / "m.gguf"], ["--hf", tmp_path / "hf"]):
+            result = command("export", folder, *target)
+            assert (result.code, len(result.errors)) == (2, 1)
+            assert str(folder) in result.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_weights_that_diverged_are_exported_nowhere(command: Command, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = checkpoint(tmp_path / "run") / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, path)
+    result = command("export", tmp_path / "run", "--hf", tmp_path / "hf")
+    assert (result.code, len(result.errors)) == (2, 1)
+    assert "model.norm.weight holds NaN or inf" in result.err
+
+
 def test_what_exists_is_kept_without_force(command: Command, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     run, out, hf = checkpoint(tmp_path / "run"), tmp_path / "m.gguf", tmp_path / "hf"
     hf.mkdir()

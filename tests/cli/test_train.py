@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -157,6 +158,49 @@ def test_what_is_wrong_is_one_line_and_nothing_is_left(
     assert len(result.errors) == 1
     assert message in result.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "out of memory: the system gave none; give smaller sizes, or free memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "out of memory: "),
+        (RuntimeError("odd"), "unexpected RuntimeError: odd"),
+    ],
+)
+def test_a_lack_of_memory_is_no_fault_of_ours(
+    error: Exception, said: str, command: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moetriage.train import loop
+
+    def fail(*_arguments: object, **_named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "fit", fail)
+    result = command("train", data, tmp_path / "run", *SMALL)
+    assert result.code == 1
+    assert len(result.errors) == 1
+    assert said in result.err
+
+
+def test_a_changed_corpus_is_found_before_a_run_is_begun(command: Command, data: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    (copy / "heldout.txt").unlink()
+    result = command("train", copy, tmp_path / "run", *SMALL)
+    assert result.code == 2
+    assert len(result.errors) == 1
+    assert "heldout.txt: cannot be read" in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_losses_are_gone_is_still_priced(command: Command, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert command("train", data, run, *SMALL, "--steps", 1).code == 0
+    (run / "loss.jsonl").unlink()
+    result = command("train", data, run, "--resume", "--json")
+    assert result.code == 0
+    assert result.json["loss"] is None
 
 
 @pytest.mark.parametrize(("flag", "message"), [("--resume", "no training run there"), ("--eval-only", "no checkpoint there")])

@@ -217,6 +217,8 @@ PROBS = torch.full((6, 3), 1 / 3)
         (PROBS[:, :0], "top1", {}, r"shape \(6, 0\)"),
         (PROBS.int(), "top1", {}, "int32: must be"),
         (PROBS, "top1", {"capacity": -1}, "capacity -1: must be 0 or more"),
+        (PROBS, "top1", {"capacity": 1.25}, "capacity 1.25: must be 0 or more whole tokens per expert; capacity.factor, "),
+        (PROBS, "capsel2", {"margin_threshold": -0.1}, "margin_threshold -0.1: must be a number from 0 up"),
         (PROBS, "top1", {"mask_T": torch.ones(5, dtype=torch.bool)}, "one for each of 6 tokens"),
         (PROBS, "top1", {"mask_T": torch.ones(6)}, "must be bool"),
         (PROBS, "capsel2", {"margin_threshold": float("nan")}, "margin_threshold nan"),

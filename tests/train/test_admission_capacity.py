@@ -40,7 +40,9 @@ def test_capacity_is_the_least_that_is_enough(hundredths: int, n_tokens: int, n_
     assert (places - 1) * 100 * n_experts < hundredths * n_tokens <= places * 100 * n_experts
 
 
-@pytest.mark.parametrize("factor", [0, -1.25, float("nan"), float("inf"), 16384, 1024.5, "much", "1/0", None, True])
+@pytest.mark.parametrize(
+    "factor", [0, -1.25, float("nan"), float("inf"), 16384, 1024.5, "1e999999999", "1e-999999999", "much", "1/0", None, True]
+)
 def test_an_absurd_factor_is_refused_with_the_limit(factor: float) -> None:
     with pytest.raises(UsageError, match=f"capacity factor {factor}: .*above 0 and at most 1024"):
         capacity(factor, 512, 8)

@@ -13,7 +13,7 @@ from train.running import small_model
 
 from moetriage.errors import UsageError
 from moetriage.train import checkpoint as module
-from moetriage.train.checkpoint import load_weights, newest, open_checkpoint, save_checkpoint
+from moetriage.train.checkpoint import load_model, load_weights, newest, open_checkpoint, save_checkpoint
 from moetriage.train.lm import NanoMoE
 
 
@@ -126,3 +126,73 @@ def test_a_damaged_one_is_refused_with_its_path(damage: Any, message: str, model
     assert str(folder) in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("step", 2.5, "step 2.5 is no number of steps"),
+        ("step", -1, "step -1 is no number of steps"),
+        ("about", [], "about is no object"),
+        ("model", [], "not the settings of a NanoMoE model"),
+        ("n_layer", 10**9, "n_layer 1000000000: must be a whole number from 1 to 1024"),
+        ("d_model", 10**12, "must be a whole number from 1 to 262144"),
+        ("tied", "yes", "tied 'yes': must be true or false"),
+        ("rope_base", 10**30, "rope_base 1"),
+        ("norm_eps", True, "norm_eps True: must be a number above 0"),
+    ],
+)
+def test_hostile_values_are_refused(key: str, value: Any, message: str, model: NanoMoE, tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, model)
+    settings = json.loads((folder / "checkpoint.json").read_text())
+    (settings if key in settings else settings["model"])[key] = value
+    (folder / "checkpoint.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError) as caught:
+        load_model(open_checkpoint(folder))
+    assert str(folder) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_huge_model_in_the_settings_is_refused_before_it_is_built(model: NanoMoE, tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, model)
+    settings = json.loads((folder / "checkpoint.json").read_text())
+    settings["model"]["moe"]["d_expert"] = 1 << 18
+    settings["model"]["moe"]["num_experts"] = 1 << 18
+    (folder / "checkpoint.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match="a checkpoint of another shape"):
+        load_model(open_checkpoint(folder))
+
+
+def framed(header: bytes, rest: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + rest
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        framed(b"[]"),
+        framed(b"NaN"),
+        framed(b"[" * 100_000),
+        framed(b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}', b"1"),
+        framed(b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"1234"),
+        framed(b'{"a": {"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 4]}}', b"1234"),
+        framed(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1152921504606846976]}}', b"1234"),
+    ],
+    ids=["empty", "endless header", "list", "nan", "deep", "type", "shape", "size", "offset"],
+)
+def test_hostile_weights_are_one_line(content: bytes, model: NanoMoE, tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, model)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        load_model(open_checkpoint(folder))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_type_are_refused(model: NanoMoE, tmp_path: Path) -> None:
+    weights = {name: tensor.half() for name, tensor in model.state_dict().items()}
+    folder = save_checkpoint(tmp_path, 5, config=model.config, weights=weights, trainer_state={}, tokenizer=b"{}", about={})
+    with pytest.raises(UsageError, match=r"is stored as torch.float16, and this version reads torch.float32"):
+        load_model(open_checkpoint(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from moetriage.errors import UsageError
+from moetriage.train import corpus as module
 from moetriage.train.corpus import Document, files_corpus, split, stdlib_corpus
 from moetriage.train.hub_corpus import dataset_corpus
 
@@ -86,8 +88,13 @@ def test_named_files_are_taken_whatever_they_are_called_and_folders_are_searched
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read: No such file"), (b"ok so far \xff", "is no UTF-8 text (byte 10)")],
-    ids=["none", "bytes"],
+    [
+        (None, "cannot be read: No such file"),
+        (b"ok so far \xff", "is no UTF-8 text (byte 10)"),
+        (b"ok so far \0", "is no text, character 10 is NUL"),
+        (b"", "is empty; leave it out"),
+    ],
+    ids=["none", "bytes", "nul", "empty"],
 )
 def test_a_named_file_that_is_no_text_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
@@ -97,6 +104,28 @@ def test_a_named_file_that_is_no_text_is_refused(content: bytes | None, message:
         files_corpus([path])
     assert str(path) in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_what_has_no_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, large = tmp_path / "pipe.txt", tmp_path / "large.txt"
+    os.mkfifo(pipe)
+    large.write_text("x" * 1001)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
+    for path, message in (
+        (pipe, "is no regular file"),
+        (Path("/dev/zero"), "is no regular file"),
+        (large, "has 1001 bytes, 1000 at most are read"),
+        (tmp_path, r"no file in it is text of the kinds \.py, \.rst, \.txt"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            files_corpus([path])
+
+
+def test_a_name_that_is_no_utf8_is_a_name(tmp_path: Path) -> None:
+    for number in range(3):
+        Path(os.fsdecode(bytes(tmp_path) + b"/\xff%d.txt" % number)).write_text(f"text {number}")
+    parts = split(files_corpus([tmp_path]).documents)
+    assert len(parts.train) + len(parts.heldout) == 3
 
 
 def test_every_file_is_on_one_side_and_the_choice_stays_when_files_come_and_go() -> None:

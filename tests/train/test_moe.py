@@ -200,6 +200,16 @@ def test_without_drops_every_token_gets_what_its_policy_asks_for(policy: str) ->
     assert torch.allclose(output.y_BSD.view(-1, 8), wanted, atol=1e-6)
 
 
+def test_without_drops_padding_takes_no_second_expert_away() -> None:
+    """Masked positions make the accrued share of capsel2-causal smaller; without drops there is no share."""
+    layer, x_BSD = layer_of("capsel2-causal", margin_threshold=1.0), torch.randn(2, 16, 8)
+    mask_BS = torch.zeros(2, 16, dtype=torch.bool)
+    mask_BS[:, :4] = True
+    plan = layer(x_BSD, mask_BS, drop_free=True).plan
+    assert plan is not None
+    assert ((plan.expert_TK >= 0).sum(1) == 2 * mask_BS.reshape(-1)).all()
+
+
 def test_the_threshold_is_read_at_each_call() -> None:
     layer, x_BSD = layer_of("capsel2-online", capacity_factor=4.0), torch.randn(2, 16, 8)
     counts = []

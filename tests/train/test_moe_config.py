@@ -45,8 +45,15 @@ def test_every_policy_has_settings_that_survive_json(policy: str) -> None:
         ({"policy": "top2", "capacity_factor": 1.0, "margin_threshold": 0.1}, "does nothing with policy 'top2'"),
         ({"policy": "top2", "capacity_factor": 1.0, "loss_free_bias_rate": 0.1}, "balances dropless routing only"),
         ({"policy": "top1", "capacity_factor": 1.0, "renormalise": True}, "router would learn nothing"),
-        ({"policy": "capsel2", "capacity_factor": 1.0}, "needs a finite margin_threshold, not None"),
-        ({"policy": "capsel2", "capacity_factor": 1.0, "margin_threshold": float("nan")}, "needs a finite margin_threshold, not nan"),
+        ({"policy": "capsel2", "capacity_factor": 1.0}, "needs a finite margin_threshold from 0 up, not None"),
+        (
+            {"policy": "capsel2", "capacity_factor": 1.0, "margin_threshold": float("nan")},
+            "needs a finite margin_threshold from 0 up, not nan",
+        ),
+        ({"policy": "capsel2", "capacity_factor": 1.0, "margin_threshold": -0.1}, "margin_threshold from 0 up, not -0.1"),
+        ({"policy": "top2", "capacity_factor": "1.25"}, "capacity_factor '1.25': must be a number"),
+        ({"renormalise": "yes"}, "renormalise 'yes': must be true or false"),
+        ({"num_experts": 10**9}, "num_experts 1000000000: must be a whole number from 1 to 262144"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:

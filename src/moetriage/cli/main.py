@@ -58,6 +58,11 @@ def main() -> None:
     sys.exit(invoke(sys.argv[1:]))
 
 
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Say whether an allocation failed; torch tells so by a RuntimeError's text alone."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+
+
 def _abandon_output() -> None:
     """Drop what standard output does not take: Python would try again when it exits, complain, and exit with a code of its own."""
     try:
@@ -87,6 +92,9 @@ def invoke(arguments: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("MOETRIAGE_TRACEBACK"):
             raise
+        if _is_lack_of_memory(error):
+            terminal.note(f"out of memory: {str(error) or 'the system gave none'}; give smaller sizes, or free memory")
+            return 1
         terminal.note(f"unexpected {type(error).__name__}: {error} (a fault of moetriage; MOETRIAGE_TRACEBACK=1 shows where)")
         return 1
     return code if isinstance(code, int) else 0

@@ -65,6 +65,7 @@ def train(
         raise UsageError(f"--threads {threads}: must be between 1 and {_MAX_THREADS}")
     keep_freed_memory()
     texts = open_data(data)
+    texts.verify()
     if eval_only:
         options.refuse_with("--eval-only")
         if resume:
@@ -90,6 +91,7 @@ def _begun(out: Path, options: RunOptions, texts: Data, threads: int | None) -> 
         with terminal.spinner("measuring a step"), repeatable(about["threads"]):
             seconds = measure_step_seconds(model, settings, texts)
         settings = dataclasses.replace(settings, steps=steps_within(options.minutes, seconds))
+        settings.validate()
         about |= {"minutes": options.minutes, "measured_step_seconds": seconds}
         terminal.note(f"a step takes {seconds:.3f} s: {settings.steps} steps in {options.minutes:g} minutes")
     return RunFolder.begin(out, model, settings, about)
@@ -106,6 +108,7 @@ def _resumed(out: Path, options: RunOptions, texts: Data) -> RunFolder:
 
 
 def _train(run: RunFolder, texts: Data, threads: int, json_output: bool) -> None:
+    from moetriage.train.files import write_whole
     from moetriage.train.loop import fit
     from moetriage.train.trainer import repeatable
 
@@ -118,14 +121,14 @@ def _train(run: RunFolder, texts: Data, threads: int, json_output: bool) -> None
             terminal.print_json(answer)
         raise typer.Exit(_STOPPED)
     answer["evaluation"] = _evaluate(texts, run.path, threads)
-    (run.path / "evaluation.json").write_text(json.dumps(answer["evaluation"], indent=1) + "\n", encoding="utf-8")
+    write_whole(run.path / "evaluation.json", json.dumps(answer["evaluation"], indent=1) + "\n")
     _say(answer, json_output)
 
 
 def _answer(run: RunFolder, result: FitResult) -> dict[str, Any]:
     from moetriage.train.checkpoint import newest
 
-    losses = [row["loss"] for row in run.rows() if "loss" in row][-50:]
+    losses = [row["loss"] for row in run.rows() if isinstance(row.get("loss"), float)][-50:]
     tokens = result.step * run.train.tokens_per_step
     return {
         "folder": str(run.path),
@@ -133,7 +136,7 @@ def _answer(run: RunFolder, result: FitResult) -> dict[str, Any]:
         "step": result.step,
         "steps": run.train.steps,
         "finished": result.finished,
-        "loss": sum(losses) / len(losses),
+        "loss": sum(losses) / len(losses) if losses else None,
         "tokens": tokens,
         "seconds": result.seconds,
         "tokens_per_second": tokens / max(result.seconds, 1e-9),
@@ -158,7 +161,8 @@ def _say(answer: dict[str, Any], json_output: bool) -> None:
     if "step" in answer:
         facts.append(("trained", f"{answer['step']} steps, {answer['tokens']} tokens in {answer['seconds']:.0f} s"))
         facts.append(("tokens/s", f"{answer['tokens_per_second']:.0f}"))
-        facts.append(("loss", f"{answer['loss']:.3f} nats a token, mean of the last steps"))
+        if answer["loss"] is not None:  # its file may have been removed
+            facts.append(("loss", f"{answer['loss']:.3f} nats a token, mean of the last steps"))
     facts.append(("held-out text", f"{found['bytes']} bytes, {found['tokens']} tokens"))
     terminal.print_facts(facts)
     names = (("model", "this model"), ("trigram", "byte trigrams of the training text"), ("gzip", "gzip -9"))

@@ -47,8 +47,9 @@ def capacity(factor: float | str | Fraction, n_tokens: int, n_experts: int) -> i
     factor: above 0, at most 1024; a float counts as the decimal that it is written as. n_tokens: unmasked tokens. Raises UsageError.
     """
     try:
-        exact = Fraction(str(factor))
-    except (ValueError, ZeroDivisionError):
+        # Of a text like 1e999999999 the exact value would take all memory; as a float it is infinite or 0.
+        exact = Fraction(str(factor)) if "/" in str(factor) or 0 < float(factor) <= MAX_CAPACITY_FACTOR else Fraction(0)
+    except (ValueError, TypeError, OverflowError, ZeroDivisionError):
         exact = Fraction(0)  # nan, inf, a word: refused below like any other
     if not 0 < exact <= MAX_CAPACITY_FACTOR:
         raise UsageError(f"capacity factor {factor}: must be a number above 0 and at most {MAX_CAPACITY_FACTOR}; 1.25 is usual")
@@ -100,8 +101,8 @@ def _check(probs_TE: Tensor, policy: str, capacity: int, mask_T: Tensor | None) 
     shape = tuple(probs_TE.shape)
     if len(shape) != 2 or shape[1] < 1 or not probs_TE.is_floating_point():
         raise UsageError(f"router probabilities of shape {shape}, {probs_TE.dtype}: must be (tokens, experts), of a float type")
-    if capacity < 0:
-        raise UsageError(f"capacity {capacity}: must be 0 or more tokens per expert")
+    if isinstance(capacity, (float, bool)) or capacity < 0:  # 1.25 is a factor: capacity() makes a number of tokens of it
+        raise UsageError(f"capacity {capacity}: must be 0 or more whole tokens per expert; capacity(factor, ...) computes it")
     if mask_T is not None and (mask_T.shape != probs_TE.shape[:1] or mask_T.dtype != torch.bool):
         raise UsageError(f"mask of shape {tuple(mask_T.shape)}, {mask_T.dtype}: must be bool, one for each of {shape[0]} tokens")
 
@@ -111,15 +112,16 @@ def _check_settings(n_tokens: int, policy: str, threshold: float | Tensor | None
         if threshold is None:
             raise UsageError(f"policy {policy} gives second experts by margin: it needs margin_threshold")
         # math.isnan does not compile for a number that the graph takes as an input.
-        if not isinstance(threshold, Tensor) and threshold != threshold:
-            raise UsageError("margin_threshold nan: must be a number; 0 gives second experts at ties alone")
+        if not isinstance(threshold, Tensor) and (threshold != threshold or threshold < 0):
+            raise UsageError(f"margin_threshold {threshold}: must be a number from 0 up; 0 gives second experts at ties alone")
     if policy == "capsel2-causal" and (sequence_length is None or sequence_length < 1 or n_tokens % sequence_length):
         raise UsageError(f"policy {policy}, {n_tokens} tokens: needs sequence_length, which must divide them; got {sequence_length}")
 
 
 def _check_values(choices: Choices) -> None:
     # NaN and infinity come out of a maximum, so the two best tell of any. A negative value further down changes nothing.
-    good_T = (choices.rest_T >= 0) & (choices.best_T < torch.inf)
+    # With one expert there is no second value to look at.
+    good_T = (choices.rest_T >= 0) & (choices.best_T >= 0) & (choices.best_T < torch.inf)
     if not bool(good_T.all()):
         token = int((~good_T).nonzero()[0, 0])
         best, rest = float(choices.best_T[token]), float(choices.rest_T[token])

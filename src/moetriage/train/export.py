@@ -133,7 +133,7 @@ def _keys(trained: Trained, name: str) -> dict[str, Value]:
     general: dict[str, Value] = {
         "general.architecture": ARCHITECTURE,
         "general.type": "model",
-        "general.name": name,
+        "general.name": name.encode(errors="replace").decode(),  # a file's name may hold bytes that are no UTF-8
         "general.quantization_version": 2,
         f"{ARCHITECTURE}.vocab_size": config.vocab_size,
     }

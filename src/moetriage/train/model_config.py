@@ -6,18 +6,18 @@ In: what a caller, a preset or a checkpoint's JSON says. Out: one validated ``Mo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from moetriage.errors import UsageError
-from moetriage.train.moe_config import MAX_SIZE, MoEConfig
+from moetriage.train.moe_config import MAX_SIZE, MoEConfig, is_number
 
 #: Token ids are stored in 16 bits (see ``shards``).
 MAX_VOCAB = 65_536
 #: Layers are built one by one, and sizes beyond these are slips whose products no address reaches.
 MAX_LAYERS = 1024
+_MAX_NUMBER = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,10 @@ class ModelConfig:
         if self.vocab_size > MAX_VOCAB:
             raise UsageError(f"vocab_size {self.vocab_size}: token ids are stored in 16 bits, so at most {MAX_VOCAB}")
         for name in ("norm_eps", "rope_base", "init_std"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise UsageError(f"{name} {getattr(self, name)}: must be a positive number")
+            if not (is_number(getattr(self, name)) and 0 < getattr(self, name) <= _MAX_NUMBER):
+                raise UsageError(f"{name} {getattr(self, name)!r}: must be a number above 0, and at most {_MAX_NUMBER:g}")
+        if not isinstance(self.tied, bool):
+            raise UsageError(f"tied {self.tied!r}: must be true or false")
         self._validate_heads()
         if self.moe.d_model != self.d_model:
             raise UsageError(f"experts of width {self.moe.d_model} in a model of width {self.d_model}: both d_model must be the same")

@@ -19,6 +19,11 @@ DROPLESS = "dropless"
 MAX_SIZE = 1 << 18
 
 
+def is_number(value: object) -> bool:
+    """Say whether a setting, which a file may have held, is a number; NaN is one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Describe one MoE layer: sizes, experts, and who decides which token reaches which expert.
@@ -71,8 +76,11 @@ class MoEConfig:
             raise UsageError(f"bias with activation {self.activation!r}: only gelu experts have biases; leave it out")
         for name in ("load_balance_weight", "z_loss_weight", "loss_free_bias_rate"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{name} {value}: must be 0 (off) or a positive number")
+            if not (is_number(value) and 0 <= value < math.inf):
+                raise UsageError(f"{name} {value!r}: must be 0 (off) or a positive number")
+        for name in ("renormalise", "bias", "check_finite"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} {getattr(self, name)!r}: must be true or false")
         if self.dropless:
             self._validate_dropless()
         else:
@@ -109,10 +117,12 @@ class MoEConfig:
 
         for factor in (self.capacity_factor, self.eval_capacity_factor):
             if factor is not None:
+                if not is_number(factor):
+                    raise UsageError(f"capacity_factor {factor!r}: must be a number, for instance 1.25")
                 capacity(factor, 1, 1)  # raises for a factor that admission refuses
         takes_threshold = self.policy in THRESHOLD_POLICIES
-        if takes_threshold and (self.margin_threshold is None or not 0 <= self.margin_threshold < math.inf):
-            raise UsageError(f"policy {self.policy!r} needs a margin_threshold from 0 up, and finite, not {self.margin_threshold}")
+        if takes_threshold and (not is_number(self.margin_threshold) or not 0 <= self.margin_threshold < math.inf):
+            raise UsageError(f"policy {self.policy!r} needs a finite margin_threshold from 0 up, not {self.margin_threshold}")
         if not takes_threshold and self.margin_threshold is not None:
             raise UsageError(f"margin_threshold {self.margin_threshold} does nothing with policy {self.policy!r}: leave it out")
 

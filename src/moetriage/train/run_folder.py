@@ -18,6 +18,7 @@ from moetriage.train.model_config import ModelConfig
 from moetriage.train.train_config import TrainConfig
 
 FORMAT = 1
+MAX_THREADS = 1024
 _ABOUT, _LOSSES = "run.json", "loss.jsonl"
 _BEGIN_AGAIN = "begin a new run in another folder"
 
@@ -62,7 +63,7 @@ class RunFolder:
             if content["format"] != FORMAT:
                 raise UsageError(f"in format {content['format']}, this version reads {FORMAT}")
             about = content["about"]
-            if not isinstance(about["data"], str) or type(about["threads"]) is not int or about["threads"] < 1:
+            if not isinstance(about["data"], str) or type(about["threads"]) is not int or not 1 <= about["threads"] <= MAX_THREADS:
                 raise ValueError(f"data {about['data']!r}, threads {about['threads']!r}")
             return cls(path, ModelConfig.from_dict(content["model"]), TrainConfig.from_dict(content["train"]), about)
 

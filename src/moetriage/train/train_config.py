@@ -52,10 +52,12 @@ class TrainConfig:
                 raise UsageError(f"{_flag(name)} {value}: must be a whole number from 1 to {highest}")
         if not (math.isfinite(self.learning_rate) and 0 < self.learning_rate <= 1):
             raise UsageError(f"--lr {self.learning_rate}: must be above 0 and at most 1; AdamW wants about 0.002 here")
-        if not 0 <= self.seed < 2**32:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise UsageError(f"--seed {self.seed}: must be from 0 to {2**32 - 1}")
         if self.precision not in ("fp32", "bf16"):
             raise UsageError(f"--precision {self.precision}: must be fp32 or bf16")
+        if len(self.betas) != 2:
+            raise UsageError(f"betas {self.betas}: must be two numbers")
         for name in ("warmup_fraction", "weight_decay", "clip", *("betas",) * 2):
             values = getattr(self, name)
             for value in values if isinstance(values, (tuple, list)) else (values,):
