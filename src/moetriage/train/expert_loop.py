@@ -105,15 +105,16 @@ def _backward(
 class _Loop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: str, keep: bool, *tensors: Tensor) -> Tensor:
-        y_TD, pre_PMH = _forward(*tensors[:5], list(tensors[5:]), activation, keep)
+        x_TD, gates_TK, slot_TK, token_M, rows_E, *weights = tensors
+        y_TD, pre_PMH = _forward(x_TD, gates_TK, slot_TK, token_M, rows_E, weights, activation, keep)
         ctx.activation = activation
-        ctx.save_for_backward(*tensors[:5], pre_PMH, *tensors[5:])
+        ctx.save_for_backward(x_TD, gates_TK, slot_TK, token_M, rows_E, pre_PMH, *weights)
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # checkpointing allows one look
-        dx_TD, dgates_TK, *grads = _backward(dy_TD, *saved[:6], list(saved[6:]), ctx.activation)
+        x_TD, gates_TK, slot_TK, token_M, rows_E, pre_PMH, *weights = ctx.saved_tensors  # checkpointing allows one look
+        dx_TD, dgates_TK, *grads = _backward(dy_TD, x_TD, gates_TK, slot_TK, token_M, rows_E, pre_PMH, weights, ctx.activation)
         return None, None, dx_TD, dgates_TK, None, None, None, *grads
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from moetriage.errors import UsageError
 
@@ -19,7 +19,7 @@ DROPLESS = "dropless"
 MAX_SIZE = 1 << 18
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Say whether a setting, which a file may have held, is a number; NaN is one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
