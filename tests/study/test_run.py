@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from moetriage.study.setting import Resources, Setting
 from moetriage.study.spec import CORE, EXTRA, Cell, Condition, StudySpec, full, smoke
 from moetriage.train.corpus import files_corpus
 from moetriage.train.data_build import build
+from moetriage.train.files import sole_writer
 
 ONE = Resources(threads=1)
 SPEC = smoke()
@@ -157,6 +159,22 @@ def test_an_error_in_a_job_is_the_error_of_the_study(data: Path, tmp_path: Path)
     with pytest.raises(UsageError, match="router's logit is"):
         run_study(diverging, data, out, Resources(jobs=2, threads=1))
     assert list((out / "cells").iterdir()) == []
+
+
+def test_whatever_ends_a_job_is_said_in_one_line(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("odd")
+
+    said: list[BaseException] = []
+    monkeypatch.setattr(run_module, "run_cell", fail)
+    monkeypatch.setattr(run_module.signal, "signal", lambda *_arguments: None)
+    run_module._work(setting, SMALL.cells[0], 0.05, tmp_path, SimpleNamespace(value=0), SimpleNamespace(send=said.append))
+    assert [str(error) for error in said] == [f"cell {SMALL.cells[0].name}: unexpected RuntimeError: odd; what was finished is kept"]
+
+
+def test_two_processes_do_not_write_one_study(data: Path, tmp_path: Path) -> None:
+    with sole_writer(tmp_path), pytest.raises(UsageError, match="another process is writing there"):
+        run_study(SMALL, data, tmp_path, ONE)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from moetriage.train.baselines import gzip_bits_per_byte, trigram_bits_per_byte
 from moetriage.train.checkpoint import newest, open_checkpoint
 from moetriage.train.data import Data
 from moetriage.train.evaluate import bits_per_byte, price_heldout, windows
-from moetriage.train.files import sole_writer
 from moetriage.train.lm import NanoMoE
 from moetriage.train.loop import fit, measure_step_seconds, steps_within
 from moetriage.train.run_folder import RunFolder
@@ -323,105 +321,3 @@ def test_the_sample_of_the_heldout_text_is_bounded(data: Data, monkeypatch: pyte
     monkeypatch.setattr(loop, "bits_per_byte", lambda _model, ids, _bytes, **_options: asked.append(len(ids)) or 1.0)
     loop._sampled(NanoMoE(small_model()), train_config(), data)
     assert asked == [100]
-
-
-def rewritten(path: Path, change: Any) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def without(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if name not in key}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: without("rng", state), "rng is missing there"),
-        (lambda state: without("norm.weight|exp_avg_sq", state), r"norm.weight.exp_avg_sq is missing there"),
-        (lambda state: {key: value[:1] if value.dim() else value for key, value in state.items()}, "does not fit the model"),
-        (lambda state: state | {"optimizer.nobody|step": torch.zeros(())}, "optimizer.nobody.step is .* there and missing here"),
-        (lambda state: {key: value.double() for key, value in state.items()}, "does not fit the model"),
-    ],
-    ids=["generator", "moments", "shapes", "more", "types"],
-)
-def test_a_state_that_is_not_the_models_is_refused(change: Any, message: str, data: Data, tmp_path: Path) -> None:
-    """Without its moments a parameter would go on with another step, and nobody would notice."""
-    from safetensors.torch import load_file, save_file
-
-    run = begin(tmp_path / "run", data, steps=2, save_every=1)
-    fit(run, data)
-    path = tmp_path / "run" / "checkpoint-00000002" / "trainer.safetensors"
-    save_file({key: value.clone() for key, value in change(load_file(path)).items()}, path)
-    with pytest.raises(UsageError, match=message) as caught:
-        fit(run, data)
-    assert str(path.parent) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda about: about.update(step=99), "step 99 of another run"),
-        (lambda about: about["model"]["moe"].update(load_balance_weight=0.5), "of another run"),
-        (lambda about: about["about"].clear(), "'seconds' is missing"),
-    ],
-    ids=["step", "settings", "seconds"],
-)
-def test_a_checkpoint_of_another_run_is_refused(change: Any, message: str, data: Data, tmp_path: Path) -> None:
-    run = begin(tmp_path / "run", data, steps=1)
-    fit(run, data)
-    rewritten(tmp_path / "run" / "checkpoint-00000001" / "checkpoint.json", change)
-    with pytest.raises(UsageError, match=message):
-        fit(run, data)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content.pop("about"), "'about' is missing"),
-        (lambda content: content["about"].update(threads=10**9), "threads 1000000000"),
-        (lambda content: content["about"].update(data=None), "data None"),
-        (lambda content: content["train"].update(betas=5), "not the settings of a training run"),
-        (lambda content: content["train"].update(betas=["a", "b"]), "is damaged"),
-        (lambda content: content["model"].update(colour="red"), "not the settings of a NanoMoE model"),
-    ],
-    ids=["about", "threads", "data", "number", "words", "more"],
-)
-def test_damaged_settings_of_a_run_are_named(change: Any, message: str, data: Data, tmp_path: Path) -> None:
-    begin(tmp_path / "run", data)
-    rewritten(tmp_path / "run" / "run.json", change)
-    with pytest.raises(UsageError, match=message) as caught:
-        RunFolder.open(tmp_path / "run")
-    assert str(tmp_path / "run" / "run.json") in str(caught.value)
-
-
-@pytest.mark.parametrize("line", [b"\xff\xfe", b"{}", b"[1]", b"[" * 100_000, b'{"step": "x"}', b'{"step": 1, "lo'])
-def test_a_line_that_is_no_loss_ends_the_losses(line: bytes, data: Data, tmp_path: Path) -> None:
-    run = begin(tmp_path / "run", data)
-    run.write({"step": 1, "loss": 2.0})
-    run.close()
-    path = tmp_path / "run" / "loss.jsonl"
-    path.write_bytes(path.read_bytes() + line + b"\n" + path.read_bytes())
-    assert list(run.rows()) == [{"step": 1, "loss": 2.0}]
-
-
-def test_a_run_that_is_killed_while_it_begins_can_begin_again(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".run.json.123.tmp").write_text("{")
-    begin(tmp_path / "run", data)
-
-    def full(_number: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UsageError, match="No space left on device"):
-        begin(tmp_path / "full", data)
-    assert list((tmp_path / "full").iterdir()) == []
-
-
-def test_two_processes_do_not_train_in_one_folder(data: Data, tmp_path: Path) -> None:
-    run = begin(tmp_path / "run", data, steps=1)
-    with sole_writer(run.path), pytest.raises(UsageError, match="another process is writing there"):
-        fit(run, data)
-    assert fit(run, data).finished
