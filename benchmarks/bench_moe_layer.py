@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """How long an MoE layer takes on a CPU, beside the least that its products can take and beside a Python loop over experts.
 
-Two regimes, both in eager mode, inputs new in each round (so that loads and shapes change as they do in training):
+Three regimes, all in eager mode, inputs new in each round (so that loads and shapes change as they do in training):
 
 - ``capacity``: 4096 tokens, width 256, experts of width 512, capsel2 at 1.25, float32. The floor is torch.bmm alone on buffers of the
   same size, two products for GELU experts and three for SwiGLU; what the layer adds is router, admission, gathers, activation, combine
   and counts.
 - ``dropless``: 4096 tokens, width 256, SwiGLU experts of width 96, six of 32, under bfloat16 autocast and in float32: the layer of the
   bundled model. Beside the layer's own way: F.grouped_mm, and torch.bmm on buffers padded to the batch's largest load.
+- ``step``: forward and backward of the study's model (six layers of eight GELU experts, capsel2 at 1.25) on 4 x 128 tokens, with and
+  without a Python loop over experts in its layers.
 
 Computing limits the products, memory bandwidth most of the rest. All ways must give the same result first. Runs follow each other in
 changing order and ratios are taken within a round.
@@ -21,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,13 +35,16 @@ except ImportError:
     print(json.dumps({"skipped": "needs torch: pip install 'moetriage[train]'"}))
     sys.exit(0)
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moetriage.train.dispatch import ROW_MULTIPLE, combine, gather, padded_slots, sorted_slots
 from moetriage.train.experts import activate
+from moetriage.train.lm import NanoMoE
+from moetriage.train.model_config import study
 from moetriage.train.moe import MoELayer
 from moetriage.train.moe_config import MoEConfig
-from moetriage.train.router import gates_of
+from moetriage.train.plan import Plan
+from moetriage.train.router import Routing, gates_of
 
 #: The layer may take so many times what the products alone take, forward.
 LIMIT_RATIO = 1.3
@@ -51,7 +57,8 @@ class Case:
     """One layer with all ways to compute it; the first is the layer itself. ``floor`` computes less, so its result is not compared."""
 
     name: str
-    layer: MoELayer
+    module: nn.Module
+    draw: Callable[[], Tensor]
     ways: dict[str, Way]
     floor: str | None
     autocast: bool
@@ -80,13 +87,11 @@ def capacity_case(num_experts: int, activation: Literal["gelu", "swiglu"]) -> Ca
         return y_ECD + 0 * hidden_ECH[0].flatten()[0]  # so that the backward has the gate's products, too
 
     def loop(x_BSD: Tensor) -> Tensor:
-        x_TD = x_BSD.view(-1, D)
-        routing = layer.router(x_TD)
-        expert_TK = layer._admit(routing, None, LENGTH, drop_free=False).expert_TK
-        return python_loop(layer, x_TD, gates_of(routing.probs_TE, expert_TK, renormalise=False), expert_TK)
+        routing = layer.router(x_BSD.view(-1, D))
+        return looping_experts(layer, x_BSD.view(-1, D), routing, layer._admit(routing, None, LENGTH, drop_free=False))
 
     ways = {"layer": lambda x_BSD: layer(x_BSD).y_BSD, "bmm alone": products, "python loop": loop}
-    return Case(f"capsel2 1.25, {num_experts} {activation} experts", layer, ways, "bmm alone", False)
+    return Case(f"capsel2 1.25, {num_experts} {activation} experts", layer, hidden_states, ways, "bmm alone", False)
 
 
 def dropless_case(*, autocast: bool) -> Case:
@@ -118,7 +123,29 @@ def dropless_case(*, autocast: bool) -> Case:
         "bmm to the largest load": padded,
         "python loop": lambda x_BSD: python_loop(layer, *routed(x_BSD)),
     }
-    return Case(f"dropless 6 of 32, {'bfloat16' if autocast else 'float32'}", layer, ways, None, autocast)
+    return Case(f"dropless 6 of 32, {'bfloat16' if autocast else 'float32'}", layer, hidden_states, ways, None, autocast)
+
+
+def step_case() -> Case:
+    config = study()
+    model, looping = NanoMoE(config), NanoMoE(config)
+    looping.load_state_dict(model.state_dict())
+    for layer in looping.moe_layers:
+        layer._padded = partial(looping_experts, layer)  # type: ignore[method-assign]
+    # One row of random tokens more, so that inputs and targets come as one.
+    ways: dict[str, Way] = {
+        name: lambda rows, model=model: model(rows[:4], rows[4:]).loss  # type: ignore[misc]
+        for name, model in (("layer", model), ("python loop", looping))
+    }
+    return Case("study model, step", model, lambda: torch.randint(0, config.vocab_size, (8, config.context)), ways, None, False)
+
+
+def hidden_states() -> Tensor:
+    return torch.randn(N // LENGTH, LENGTH, D)
+
+
+def looping_experts(layer: MoELayer, x_TD: Tensor, routing: Routing, plan: Plan) -> Tensor:
+    return python_loop(layer, x_TD, gates_of(routing.probs_TE, plan.expert_TK, renormalise=layer.config.renormalise), plan.expert_TK)
 
 
 def python_loop(layer: MoELayer, x_TD: Tensor, gates_TK: Tensor, expert_TK: Tensor) -> Tensor:
@@ -126,9 +153,10 @@ def python_loop(layer: MoELayer, x_TD: Tensor, gates_TK: Tensor, expert_TK: Tens
     y_TD = torch.zeros_like(x_TD)
     for expert in range(layer.config.num_experts):
         token, choice = (expert_TK == expert).nonzero(as_tuple=True)
-        x_CD = x_TD[token]
-        hidden_CH = activate([x_CD @ weight[expert] for weight in layer.experts.inputs()], layer.config.activation)
-        y_CD = hidden_CH @ layer.experts.down_proj[expert] * gates_TK[token, choice, None]
+        x_CD, experts = x_TD[token], layer.experts
+        up_bias_H, down_bias_D = (0 if bias is None else bias[expert] for bias in (experts.up_bias, experts.down_bias))
+        hidden_CH = activate([x_CD @ weight[expert] + up_bias_H for weight in experts.inputs()], layer.config.activation)
+        y_CD = (hidden_CH @ experts.down_proj[expert] + down_bias_D) * gates_TK[token, choice, None]
         y_TD = y_TD.index_add(0, token, y_CD.to(y_TD.dtype))
     return y_TD
 
@@ -162,16 +190,14 @@ def check_same(case: Case, x_BSD: Tensor) -> None:
 
 
 def measure(case: Case, rounds: int, clock: Callable[[], float], *, backward: bool) -> list[Measured]:
-    x_BSD = torch.randn(N // LENGTH, LENGTH, D)
-    check_same(case, x_BSD)
-    x_BSD.requires_grad_(backward)
+    check_same(case, case.draw())
     times: dict[str, list[float]] = {name: [] for name in case.ways}
     with watched() as disturbance:
         for number in range(rounds + 2):
-            with torch.no_grad():
-                x_BSD.normal_()
+            x_BSD = case.draw()
+            x_BSD.requires_grad_(backward and x_BSD.is_floating_point())
             for name in list(case.ways)[:: 1 if number % 2 else -1]:
-                case.layer.zero_grad()
+                case.module.zero_grad()
                 began = clock()
                 run(case, case.ways[name], x_BSD, backward)
                 if number > 1:  # the first two warm up
@@ -195,12 +221,12 @@ def table(found: Sequence[Measured], threads: int) -> Table:
         f"Median (least to most) of {found[0].time.n} rounds, inputs new in each.",
         "The ratio of the layer is to bmm alone, that of any other way to the layer, in the same round.",
     ]
-    return Table(f"An MoE layer on {N} tokens of width {D}, {threads} threads", columns, rows, notes)
+    return Table(f"MoE layers, {threads} threads", columns, rows, notes)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", nargs="*", default=["capacity", "dropless"], help="capacity, dropless (default: both)")
+    parser.add_argument("cells", nargs="*", default=["capacity", "dropless", "step"], help="capacity, dropless, step (default: all)")
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 64], help="of the capacity cell (default: 8 64)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each figure (default: 15)")
     parser.add_argument("--threads", type=int, default=2, help="default: 2")
@@ -216,6 +242,8 @@ def main() -> int:
         cases += [capacity_case(num_experts, activation) for activation in ("gelu", "swiglu") for num_experts in options.experts]
     if "dropless" in options.cells:
         cases += [dropless_case(autocast=True), dropless_case(autocast=False)]
+    if "step" in options.cells:
+        cases.append(step_case())
     found = []
     for case in cases:
         for backward in (False, True):
