@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, settings
 # Counts do not depend on how busy the machine is; hypothesis' limits on time would.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+# A shell that starts the tests in the background has them ignore Ctrl-C, and the commands that they start as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
