@@ -6,9 +6,11 @@ newest checkpoint to the very losses that it would have had. Knows no terminal: 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +74,7 @@ def fit(
     a folder that another process trains in.
     """
     check_data(run, data)
-    with sole_writer(run.path):
+    with sole_writer(run.path), _old_objects_left_alone():
         return _fit(run, data, on_step, stop, clock)
 
 
@@ -109,6 +111,17 @@ def _fit(
     assert saved == trainer.steps_done
     finished = trainer.steps_done == run.train.steps
     return FitResult(model=trainer.model, step=trainer.steps_done, finished=finished, seconds=elapsed())
+
+
+@contextlib.contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Keep Python from searching what torch's modules hold, half a million objects, for garbage again and again: 3 % of a step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def about_run(data: Data, threads: int | None = None) -> dict[str, Any]:
