@@ -20,6 +20,12 @@ def on_one_thread(arguments: Sequence[object]) -> list[str]:
     return [words[0], "--threads", "1", *words[1:]] if words[:1] in (["run"], ["chat"]) else words
 
 
+@pytest.fixture(autouse=True)
+def _memory_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`moetriage train` has its process keep freed memory for good, which tests of memory in the same process would be misled by."""
+    monkeypatch.setattr("moetriage.train.allocator.keep_freed_memory", lambda: False)
+
+
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str]) -> Command:
     """Run a command in this process; what llama.cpp itself prints is captured too."""
