@@ -107,6 +107,14 @@ def test_with_room_for_all_each_expert_is_read_once(qwen, evict):
     assert outcome.evictions == 0
 
 
+def test_reading_ahead_farther_than_there_are_layers_is_reading_ahead_all_of_them(qwen):
+    near, far = (
+        run_cell(qwen, Cell(mode="simulate", evict="lru", budget_bytes=4000 * MIB, prefetch=n))
+        for n in (len(qwen.shape.expert_bytes), 10**11)
+    )
+    assert (near.prefill, near.decode) == (far.prefill, far.decode)
+
+
 def test_the_random_order_is_repeatable_by_its_seed(qwen):
     cells = [Cell(mode="simulate", evict="random", budget_bytes=2000 * MIB, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (run_cells(qwen, [cell])[0].phase("all").hits for cell in cells)

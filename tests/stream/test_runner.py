@@ -180,6 +180,14 @@ def test_a_prompt_that_cannot_be_evaluated_is_refused_before_anything_is(prompt:
     assert runner.generate("Hello").generated == 12
 
 
+def test_a_context_ends_where_it_was_asked_to_though_llama_cpp_rounds_it_up(make: Callable[..., Runner]) -> None:
+    runner = make(n_ctx=20)
+    with pytest.raises(PromptError, match="the prompt has 30 tokens and the context 20"):
+        runner.generate("x" * 30)
+    report = runner.generate("x" * 15)
+    assert (report.generated, report.finish_reason, report.config["n_ctx"]) == (5, "context", 20)
+
+
 def test_a_model_without_a_chat_template_is_not_given_another_ones(make: Callable[..., Runner]) -> None:
     runner = make()
     del runner.llm.metadata["tokenizer.chat_template"]

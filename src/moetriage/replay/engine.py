@@ -127,7 +127,7 @@ def _native_replay(shape: RouteShape, cell: Cell, evict: str | None) -> Any:
         drop_in_prefill=cell.lossy.in_prefill,
         keep=cell.lossy.n_expert_used or shape.top_k,
         closed_loop=cell.mode == "closed-loop",
-        prefetch=cell.prefetch,
+        prefetch=min(cell.prefetch, len(shape.expert_bytes)),  # farther is the same, and may be no C int
     )
 
 

@@ -89,6 +89,10 @@ class Llama(llama_cpp.Llama):
 
         self._ctx.decode = decode  # type: ignore[method-assign]
 
+    def n_ctx(self) -> int:
+        """Return the context that was asked for. llama.cpp rounds up what it makes, llama_cpp's own arrays end where it was asked to."""
+        return min(int(super().n_ctx()), int(self.context_params.n_ctx))
+
     def _decode(self, batch: Any) -> None:
         try:
             self.session.decode(self._ctx.ctx, batch.batch, self.phase)

@@ -32,7 +32,7 @@ from moetriage.types import Phase, RunReport, TokenMetrics
 
 MAX_THREADS = 512
 #: How llama_cpp words it, before anything is evaluated.
-_TOO_LONG = re.compile(r"Requested tokens \((\d+)\) exceed context window of (\d+)")
+_TOO_LONG = re.compile(r"Requested tokens \((\d+)\) exceed context window")
 
 Message = dict[str, str]
 
@@ -165,7 +165,7 @@ class Runner:
             if (match := _TOO_LONG.search(str(error))) is None:
                 raise
             raise PromptError(
-                f"the prompt has {match[1]} tokens and the context {match[2]}, of which one at least is needed for the answer: "
+                f"the prompt has {match[1]} tokens and the context {self.llm.n_ctx()}, of which one at least is needed for the answer: "
                 "shorten the prompt or give a larger context (-c)"
             ) from error
 

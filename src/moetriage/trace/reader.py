@@ -76,7 +76,8 @@ class TraceReader:
                 self.rows += len(frame)
                 yield frame
         if not self.rows:
-            raise TraceError(self.path, self.truncated_reason or "holds no routing at all")
+            reason = "holds no routing at all" if self.truncated_reason is None else f"holds no whole step: {self.truncated_reason}"
+            raise TraceError(self.path, reason)
 
     def _checked(self, source: Source, rows: int) -> Iterator[pl.DataFrame]:
         """Yield the non-empty, whole batches of one file."""
