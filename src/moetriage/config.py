@@ -103,13 +103,14 @@ class StreamConfig:
 
     def _validate_combinations(self) -> None:
         if self.mmap:
-            for flag, is_set in (
-                ("--drop-cold-experts", self.drop is not None),
-                ("--prefetch", self.prefetch > 0),
-                ("--replay-drops", self.replay_drops is not None),
+            cold = "no expert is ever known to be cold"
+            for flag, is_set, reason in (
+                ("--drop-cold-experts", self.drop is not None, cold),
+                ("--prefetch", self.prefetch > 0, "the kernel decides what is read, and when"),
+                ("--replay-drops", self.replay_drops is not None, cold),
             ):
                 if is_set:
-                    raise UsageError(f"{flag} needs streaming: with --mmap no expert is ever known to be cold; leave one of them out")
+                    raise UsageError(f"{flag} needs streaming: with --mmap {reason}; leave one of them out")
         if self.cache_mb == 0 and self.drop is not None:
             raise UsageError(
                 "--drop-cold-experts with --cache-mb 0: without a cache every expert is a miss and the drop is a plain weight cut; "
@@ -148,7 +149,7 @@ def dropping_caveats(config: StreamConfig, top_k: int, fixed_layers: tuple[int, 
     if top_k <= DROP_LOW_TOP_K_WARN:
         here, evidence = 100 * drop.threshold / top_k, 100 / DROP_EVIDENCE_TOP_K
         caveats.append(
-            f"{flag} with top-k {top_k}: the threshold is {here:.1f} % of the routing here, against {evidence:.1f} % at the top-k "
-            f"{DROP_EVIDENCE_TOP_K} this was measured on; expect it to discard much more, and check the output on your own task"
+            f"{flag} with top-k {top_k}: the threshold is {here:.1f} % of the routing here, and at most {evidence:.1f} % at the top-k "
+            f"{DROP_EVIDENCE_TOP_K} this was measured on; it may discard much more, so check the output on your own task"
         )
     return caveats
