@@ -108,7 +108,7 @@ def test_a_model_trained_with_two_experts_and_a_capacity_exports_without_the_cap
 
 
 def test_llama_cpp_reads_the_same_tokens_in_a_text(tied: NanoMoE, tokenizer: Tokenizer, export: Callable[..., Path]) -> None:
-    llama = Llama(export(tied), stream=StreamConfig(mmap=True), n_ctx=32, n_threads=1)
+    llama = Llama(export(tied), stream=StreamConfig(mmap=True), n_ctx=32, n_threads=1, n_threads_batch=1)
     for text in (*exporting.SAMPLES, "".join(exporting.SAMPLES), "a <|endoftext|> that is plain text"):
         theirs = llama.tokenize(text.encode(), add_bos=False, special=False)
         assert theirs == tokenizer.encode(text), repr(text)
