@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Spread, Table, machine, plain, say, watched
+from harness import Spread, Table, add_timing, chosen_clock, machine, plain, say, watched
 
 try:
     import torch
@@ -184,13 +184,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16384, help=f"a multiple of {LENGTH} (default: 16384)")
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256], help="default: 8 64 256")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, metavar="POLICY", help="default: all")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of each figure (default: 15)")
-    parser.add_argument("--threads", type=int, default=2, help="default: 2")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time on one thread: for a machine that others use too")
+    add_timing(parser)
     options = parser.parse_args()
 
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    options.threads = 1 if options.cpu_time else options.threads
+    clock = chosen_clock(options)
     torch.set_num_threads(options.threads)
     found = []
     for num_experts in options.experts:

@@ -20,14 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from harness import Spread, Table, machine, plain, say, watched
+from harness import Spread, Table, add_timing, chosen_clock, machine, plain, say, watched
 
 try:
     import torch
@@ -228,13 +227,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="*", default=["capacity", "dropless", "step"], help="capacity, dropless, step (default: all)")
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 64], help="of the capacity cell (default: 8 64)")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of each figure (default: 15)")
-    parser.add_argument("--threads", type=int, default=2, help="default: 2")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time on one thread: for a machine that others use too")
+    add_timing(parser)
     options = parser.parse_args()
 
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    options.threads = 1 if options.cpu_time else options.threads
+    clock = chosen_clock(options)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     cases = []

@@ -5,6 +5,7 @@ In: numbers that a benchmark measured. Out: text and JSON. Knows no model and no
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -14,7 +15,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,19 @@ def save(
 def say(text: str) -> None:
     """Print a line of progress on standard error."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def add_timing(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark that times calls in its own process."""
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each figure (default: 15)")
+    parser.add_argument("--threads", type=int, default=2, help="default: 2")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time on one thread: for a machine that others use too")
+
+
+def chosen_clock(options: argparse.Namespace) -> Callable[[], float]:
+    """Return the clock that was asked for; processor time is that of one thread, which ``options.threads`` then says."""
+    options.threads = 1 if options.cpu_time else options.threads
+    return time.process_time if options.cpu_time else time.perf_counter
 
 
 def plain(value: Any) -> Any:

@@ -26,6 +26,7 @@ from moetriage.train.lm import NanoMoE
 from moetriage.train.optimum import optimum
 from moetriage.train.router import Routing
 from moetriage.train.threshold import MarginMedian, median_margin
+from moetriage.train.trainer import clip_gradients
 
 Row = dict[str, Any]
 #: Without drops it gives each token its two best experts and needs no threshold.
@@ -81,7 +82,7 @@ def _train(setting: Setting, cell: Cell, model: NanoMoE, threshold: float, on_st
         total = output.loss + sum(output.losses.values())
         optimizer.zero_grad(set_to_none=True)
         total.backward()
-        _clip(model, spec.clip_norm)
+        clip_gradients(model, spec.clip_norm)
         optimizer.step()
         schedule.step()
         if following is not None:
@@ -94,14 +95,6 @@ def _train(setting: Setting, cell: Cell, model: NanoMoE, threshold: float, on_st
             curves.record(step + 1, threshold if following is None else float(following.value))
         on_step()
     return curves, seconds
-
-
-def _clip(model: nn.Module, max_norm: float) -> None:
-    """Scale the gradients down to ``max_norm``. torch's own call multiplies all of them even where it is by 1: 20 ms a step."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads)
-    if norm > max_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
 
 def evaluate(setting: Setting, model: NanoMoE, threshold: float) -> Row:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moetriage.errors import UsageError
 from moetriage.study.spec import Cell, StudySpec
+from moetriage.train import trainer
 from moetriage.train.data import Batches, Data, open_data
 from moetriage.train.lm import NanoMoE
 from moetriage.train.shards import TokenStream
@@ -98,7 +99,7 @@ class Setting:
 
     def autocast(self) -> Any:
         """Return the context that computes in the spec's precision."""
-        return torch.autocast(self.resources.device_type, dtype=torch.bfloat16, enabled=self.spec.precision == "bf16")
+        return trainer.precision(self.spec.precision, self.resources.device_type)
 
     def new_model(self, cell: Cell, threshold: float) -> NanoMoE:
         """Return the cell's model as its seed initialises it: with the same weights for all conditions."""
@@ -110,19 +111,10 @@ class Setting:
 
 @contextlib.contextmanager
 def repeatable(resources: Resources) -> Iterator[None]:
-    """Make what is computed inside depend on seeds and the number of threads alone; torch's switches are put back."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    """Make what is computed inside depend on seeds and the number of threads alone, on CUDA too; torch's switches are put back."""
     on_cuda = resources.device_type == "cuda"
     if on_cuda:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is repeatable with a workspace of fixed size only
-    torch.set_num_threads(resources.threads_of_a_job)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a step, for memory that nothing reads before it is written
-    try:
-        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH) if on_cuda else contextlib.nullcontext():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+    math_attention = nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH) if on_cuda else contextlib.nullcontext()
+    with trainer.repeatable(resources.threads_of_a_job), math_attention:
+        yield

@@ -67,7 +67,7 @@ class Trainer:
         auxiliary = list(out.losses.values())
         loss, *others = torch.stack([out.loss.detach(), *(value.detach() for value in auxiliary)]).tolist()
         torch.stack([out.loss, *auxiliary]).sum().backward()
-        grad_norm = _clip(self.model, self.config.clip)
+        grad_norm = clip_gradients(self.model, self.config.clip)
         for what, value in (("loss", loss), ("gradient's norm", grad_norm)):
             if not math.isfinite(value):
                 raise UsageError(
@@ -164,7 +164,7 @@ def _undecayed(name: str) -> bool:
     return "norm" in name or name.endswith("bias")
 
 
-def _clip(model: nn.Module, max_norm: float) -> float:
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients down to ``max_norm`` and return their norm; torch's own call multiplies all of them even where it is by 1."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
