@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moetriage.errors import UsageError
-from moetriage.train.files import damaged, read_object
+from moetriage.train.files import damaged, read_object, replace_folder
 from moetriage.train.lm import NanoMoE
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.tokenizer import FILE_NAME as TOKENIZER
@@ -78,8 +78,7 @@ def save_checkpoint(
         for name, data in ((TOKENIZER, tokenizer), (_ABOUT, (json.dumps(content, indent=1) + "\n").encode())):
             (partial / name).write_bytes(data)
             _to_disk(partial / name)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.replace(folder)
+        replace_folder(partial, folder)
         _to_disk(run)
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(_cannot_write(run, folder, error)) from error
