@@ -12,7 +12,7 @@ from moetriage.study.spec import StudySpec
 
 
 def optimiser(spec: StudySpec, model: nn.Module) -> tuple[AdamW, LambdaLR]:
-    """Return AdamW, which decays matrices but no biases and norms, and the schedule to step with it."""
+    """Return AdamW, which decays what has two dimensions or more, the stacked biases of experts too, and the schedule to step with it."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": spec.weight_decay},
