@@ -224,7 +224,10 @@ def test_the_learning_rate_warms_up_and_falls_to_its_last_fraction() -> None:
 
 
 def test_biases_and_norms_do_not_decay(setting: Setting) -> None:
-    adam, _ = optimiser(SPEC, setting.new_model(Cell(condition=FIXED, seed=0), 0.05))
-    decays = {group["weight_decay"]: {p.dim() for p in group["params"]} for group in adam.param_groups}
-    assert decays[0.0] == {1}
-    assert 1 not in decays[SPEC.weight_decay]
+    model = setting.new_model(Cell(condition=FIXED, seed=0), 0.05)
+    adam, _ = optimiser(SPEC, model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decays = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in adam.param_groups}
+    assert decays[0.0] == {name for name in names.values() if name.endswith("bias") or "norm" in name}
+    assert any("experts" in name for name in decays[0.0]), "the experts' biases are stacked into two dimensions"
+    assert len(decays[0.0]) + len(decays[SPEC.weight_decay]) == len(names)
