@@ -75,13 +75,13 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, x_BSD.shape[1])
         if self.config.dropless:
             expert_TK = self.router.choose(routing.probs_TE, self.config.top_k)
-            losses = self._losses(routing, expert_TK, mask_T)
+            losses = self._losses(routing, mask_T, expert_TK)
             granted_TK = expert_TK if mask_T is None else expert_TK.masked_fill(~mask_T[:, None], -1)
             y_TD = self._dropless(x_TD, routing, granted_TK)
             plan, stats = None, stats_of_choices(granted_TK, self.config.num_experts)
         else:
             plan = self._admit(routing, mask_T, x_BSD.shape[1], drop_free=drop_free)
-            losses = self._losses(routing, self.router.choose(routing.probs_TE, 1), mask_T)
+            losses = self._losses(routing, mask_T)
             y_TD = self._dropless(x_TD, routing, plan.expert_TK) if drop_free else self._padded(x_TD, routing, plan)
             stats = stats_of_plan(plan, self.config.num_experts, self.threshold)
         return MoEOutput(y_TD.view(x_BSD.shape), plan, losses, stats)
@@ -133,9 +133,12 @@ class MoELayer(nn.Module):
         slots, rows_E = sorted_slots(expert_TK, self.config.num_experts, multiple=ROW_MULTIPLE)
         return expert_loop.run(self.experts, x_TD, gates_TK, slots, rows_E)
 
-    def _losses(self, routing: Routing, expert_TK: Tensor, mask_T: Tensor | None) -> dict[str, Tensor]:
+    def _losses(self, routing: Routing, mask_T: Tensor | None, expert_TK: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the losses that are on; ``expert_TK``: the choices to balance, by default the first ones."""
         losses = {}
         if self.config.load_balance_weight:
+            if expert_TK is None:
+                expert_TK = self.router.choose(routing.probs_TE, 1)
             losses["load_balance"] = self.config.load_balance_weight * load_balancing_loss(routing.probs_TE, expert_TK, mask_T)
         if self.config.z_loss_weight:
             losses["z"] = self.config.z_loss_weight * z_loss(routing.logits_TE, mask_T)
