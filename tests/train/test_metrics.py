@@ -27,6 +27,13 @@ def test_without_a_threshold_nobody_is_uncertain() -> None:
     assert int(stats_of_plan(plan, 2, None).uncertain) == 0
 
 
+def test_masked_tokens_are_certain_even_of_an_infinite_threshold() -> None:
+    plan = admit(
+        torch.full((4, 2), 0.5), "capsel2", capacity=2, margin_threshold=torch.inf, mask_T=torch.tensor([True, True, False, False])
+    )
+    assert int(stats_of_plan(plan, 2, torch.tensor(torch.inf)).uncertain) == 2
+
+
 def test_counts_of_dropless_choices_leave_masked_tokens_out() -> None:
     stats = stats_of_choices(torch.tensor([[0, 1, 2], [-1, -1, -1], [2, 1, 3]]), 4)
     assert (int(stats.tokens), int(stats.uncovered), int(stats.uncertain)) == (2, 0, 0)

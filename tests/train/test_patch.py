@@ -182,6 +182,20 @@ def test_nan_in_the_model_names_layer_and_position() -> None:
         model(tokens_of(2, 6))
 
 
+def test_nan_at_padding_is_nobodys_fault_and_reaches_no_router() -> None:
+    model, tokens_BS = model_of("Mixtral").train(), tokens_of(2, 6)
+    patched(model, "capsel2", 1.25)
+    mask_BS = torch.ones_like(tokens_BS)
+    mask_BS[0, :2] = 0
+    # In the last layer, as attention would spread it to the others.
+    norm = model.model.layers[-1].post_attention_layernorm
+    norm.register_forward_hook(lambda _module, _args, x_BSD: x_BSD.masked_fill(mask_BS[..., None] == 0, torch.nan))
+    logits_BSV = model(tokens_BS, attention_mask=mask_BS).logits
+    logits_BSV[mask_BS == 1].sum().backward()
+    for layer in model.model.layers:
+        assert torch.isfinite(layer.mlp.gate.weight.grad).all()
+
+
 def test_bfloat16_models_keep_their_type() -> None:
     model = model_of("Qwen2Moe").bfloat16()
     patched(model, "capsel2", 0.75)

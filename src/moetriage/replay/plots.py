@@ -6,6 +6,8 @@ when something is drawn.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +79,15 @@ def draw(data: FigureData, path: Path) -> None:
     _draw_hits(left, data)
     _draw_trade(right, data)
     _draw_layers(bottom, data)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(temporary, dpi=150, format=path.suffix[1:].lower())
+        temporary.replace(path)
     except OSError as error:
         raise UsageError(f"--plot {path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _model(name: str) -> str:

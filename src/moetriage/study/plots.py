@@ -5,6 +5,7 @@ In: the cells' results and their spec. Out: pictures. matplotlib is an extra (``
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from moetriage.errors import UsageError
 from moetriage.study.spec import StudySpec
 from moetriage.study.summary import CAPSEL, METRICS, summarise
+from moetriage.train.files import write_whole
 
 Row = dict[str, Any]
 Cells = dict[str, list[Row]]
@@ -62,7 +64,9 @@ def _save(paint: Callable[[Any], None], path: Path) -> None:
         axes = figure.subplots()
         paint(axes)
         axes.grid(alpha=0.3)
-        figure.savefig(path, metadata={"Date": None})
+        picture = io.BytesIO()
+        figure.savefig(picture, format="svg", metadata={"Date": None})
+    write_whole(path, picture.getvalue())
 
 
 def _mean(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -51,12 +51,12 @@ def damaged(path: Path, *, hint: str) -> Iterator[None]:
         raise UsageError(f"{path}: is damaged ({error}); {hint}") from error
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file that is there completely or not at all. Raises UsageError if it cannot be written."""
     temporary = beside(path)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -48,8 +48,8 @@ def combine(stats: Iterable[RoutingStats]) -> RoutingStats:
 def stats_of_plan(plan: Plan, num_experts: int, threshold: Tensor | None) -> RoutingStats:
     """Count what an admission plan did; ``threshold`` is the layer's margin threshold, if it has one."""
     tokens = plan.requested[0]
-    # A masked token's margin is infinite, so it is never uncertain.
-    uncertain = torch.zeros_like(tokens) if threshold is None else (plan.margin_T <= threshold).sum()
+    # A masked token's margin is infinite, and it is never uncertain.
+    uncertain = torch.zeros_like(tokens) if threshold is None else ((plan.margin_T <= threshold) & (plan.margin_T < torch.inf)).sum()
     return RoutingStats(
         tokens=tokens,
         uncovered=tokens - plan.covered_T.sum(),

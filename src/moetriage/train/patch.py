@@ -42,8 +42,8 @@ def patch(
     policy: one of ``admission.POLICIES``. capacity_factor, eval_capacity_factor, margin_threshold: as in ``MoEConfig``; the threshold is
     the same in all layers. renormalise: whether gates are divided by their sum over the granted experts; None does what the model does.
     narrow: accept a model whose tokens have more than two experts: from then on they have at most their two best, which changes what the
-    model computes even where capacity is ample. Positions that a two-dimensional ``attention_mask`` leaves out take no capacity.
-    Raises UsageError for a model without such blocks, a patched one, and settings that cannot work.
+    model computes even where capacity is ample. Positions that a two-dimensional ``attention_mask`` leaves out take no capacity, and their
+    values reach no expert. Raises UsageError for a model without such blocks, a patched one, and settings that cannot work.
     """
     found = [(name, module) for name, module in model.named_modules() if _is_block(module)]
     if not found:
@@ -136,15 +136,16 @@ class _Block:
 
     def __init__(self, name: str, layer: int, module: nn.Module, config: MoEConfig) -> None:
         self.name, self.layer, self.module, self.config = name, layer, module, config
-        self.shape, self.plan = (0, 0), None
+        self.shape, self.mask_T, self.plan = (0, 0), None, None
 
     shape: tuple[int, int]
+    mask_T: Tensor | None
     plan: Plan | None
 
     def attach(self, owner: Patched) -> None:
         self.owner = owner
         self.route, self.run = self.module.gate.forward, self.module.experts.forward
-        self.hook = self.module.register_forward_pre_hook(self._note_shape)
+        self.hook = self.module.register_forward_pre_hook(self._prepare)
         self.module.gate.forward, self.module.experts.forward = self._route, self._run
 
     def detach(self) -> None:
@@ -152,8 +153,12 @@ class _Block:
         for part in (self.module.gate, self.module.experts):
             vars(part).pop("forward", None)
 
-    def _note_shape(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.shape = (args[0].shape[0], args[0].shape[1])
+    def _prepare(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Give the block 0 at padding, where attention may have left NaN, which would reach the gradients of every weight."""
+        x_BSD, *rest = args
+        self.shape = (x_BSD.shape[0], x_BSD.shape[1])
+        self.mask_T = self.owner.mask_for(self.shape)
+        return args if self.mask_T is None else (x_BSD.masked_fill(~self.mask_T.view(*self.shape, 1), 0), *rest)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Stand in for the router: (logits, gates, experts); experts that were not granted have the number E, which is nobody's."""
@@ -166,8 +171,7 @@ class _Block:
         return logits_TE, gates_TK.to(own_gates.dtype), self.plan.expert_TK.masked_fill(self.plan.expert_TK < 0, probs_TE.shape[1])
 
     def _admit(self, probs_TE: Tensor) -> Plan:
-        mask_T = self.owner.mask_for(self.shape)
-        n_tokens = len(probs_TE) if mask_T is None else int(mask_T.sum())
+        n_tokens = len(probs_TE) if self.mask_T is None else int(self.mask_T.sum())
         factor = self.config.capacity_factor
         if not self.module.training and self.config.eval_capacity_factor is not None:
             factor = self.config.eval_capacity_factor
@@ -177,7 +181,7 @@ class _Block:
             self.config.policy,
             capacity=capacity(factor, n_tokens, probs_TE.shape[1]),
             margin_threshold=self.owner.threshold,
-            mask_T=mask_T,
+            mask_T=self.mask_T,
             sequence_length=max(self.shape[1], 1),
             check_values=False,
         )
