@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,11 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
-from gates.harness import FAMILIES, PROMPT, assert_same, counters, resident, say, streamed
+from gates.harness import PROMPT, assert_same, counters, resident, say, streamed
 
 from moetriage import Llama, StreamConfig
 from moetriage.config import DropConfig
-from moetriage.errors import ReadError, UsageError
-from moetriage.gguf import ggml_api
-from moetriage.stream import llama_api
+from moetriage.errors import UsageError
 from moetriage.types import Phase
 
 SHAPE = "tiny-qwen3moe"
@@ -194,192 +190,6 @@ def test_dropping_on_a_narrow_routing_is_warned_of_once(tiny: Callable[..., Path
     assert "37.5 % of the routing" in narrow[0]
     assert "12.5 % at the top-k 8" in narrow[0]
     assert len([note for note in notes if "--prefetch 1 with --drop-cold-experts" in note]) == 1
-
-
-# Reads that fail.
-
-
-@pytest.fixture
-def copy(model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copy(model, tmp_path / "copy.gguf"))
-
-
-def cut_off(path: Path, llm: Llama, layer: int) -> Callable[[], None]:
-    """Shorten the file to before the experts of a layer; return a function that gives it its bytes back."""
-    whole = path.read_bytes()
-    first = min(tensor.span.offset for tensor in llm.session.layout.experts if tensor.layer == layer)
-    with path.open("r+b") as file:
-        file.truncate(first)
-
-    def mend() -> None:
-        with path.open("r+b") as file:
-            file.write(whole)
-
-    return mend
-
-
-@pytest.mark.parametrize(
-    ("config", "layer"),
-    [
-        *(({"cache_mb": 0}, layer) for layer in (0, 2, 3)),
-        *(({"share": 1.0, "prefetch": 2}, layer) for layer in (0, 2, 3)),
-        ({"cache_mb": 0, "odirect": False}, 2),
-        ({"cache_mb": 0, "staged": False}, 2),
-    ],
-)
-def test_a_failed_read_names_its_place_and_the_session_goes_on(copy: Path, model: Path, config: dict[str, Any], layer: int) -> None:
-    with resident(model) as plain:
-        expected = say(plain)
-    with streamed(copy, record_routes=True, **config) as llm:
-        assert_same(say(llm), expected)
-        mend = cut_off(copy, llm, layer)
-        for _ in range(2):  # the second time round nothing of the first may count as loaded
-            with pytest.raises(ReadError) as caught:
-                say(llm)
-        error = caught.value
-        assert error.path == str(copy)
-        assert error.layer >= layer
-        tensor = next(t for t in llm.session.layout.experts if t.span.offset <= error.offset < t.span.offset + t.span.nbytes)
-        assert tensor.layer == error.layer
-        assert error.expert == (error.offset - tensor.span.offset) // tensor.expert_bytes
-        assert str(copy) in str(error)
-        assert str(error.offset) in str(error)
-        assert f"layer {error.layer}, expert {error.expert}" in str(error)
-        assert llm.n_tokens == 0, "no token of it counts as evaluated"
-        mend()
-        routes: list[Any] = []
-        llm.session.on_routes = routes.append
-        said = say(llm)
-    assert_same(said, expected)
-    assert routes[0]["step"][0] == 0
-    assert sum(len(columns["step"]) for columns in routes if columns["phase"][0] == 1) == 23 * 16
-
-
-def test_the_same_prompt_after_a_failed_token_is_not_sampled_from_lost_logits(copy: Path, model: Path) -> None:
-    """llama_cpp samples at once when a prompt is exactly what was evaluated last; its logits are gone when the token after it failed."""
-    with streamed(copy, cache_mb=0) as llm:
-        tokens = llm.generate(PROMPT, temp=0.0)
-        first = next(tokens)
-        mend = cut_off(copy, llm, 1)
-        with pytest.raises(ReadError):
-            next(tokens)
-        assert llm.n_tokens == len(PROMPT)
-        mend()
-        tokens = llm.generate(PROMPT, temp=0.0)
-        again = [next(tokens) for _ in range(6)]
-        tokens.close()
-    with resident(model) as plain:
-        tokens = plain.generate(PROMPT, temp=0.0)
-        expected = [next(tokens) for _ in range(6)]
-        tokens.close()
-    assert again == expected
-    assert first == expected[0]
-
-
-# Graphs that move.
-
-
-def node_name(tensor: int) -> bytes:
-    ggml = ctypes.CDLL(str(ggml_api.library_path()))
-    ggml.ggml_get_name.restype, ggml.ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-    return bytes(ggml.ggml_get_name(tensor))
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
-
-
-@pytest.fixture
-def foreign_plan() -> Iterator[Callable[[Llama], Any]]:
-    """Return a function that makes the hook learn a graph of the session's experts in which every other node has another name."""
-    ggml = ctypes.CDLL(str(ggml_api.library_path()))
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    for name, result, arguments in (
-        ("ggml_init", pointer, [_InitParams]),
-        ("ggml_free", None, [pointer]),
-        ("ggml_new_tensor_2d", pointer, [pointer, ctypes.c_int, integer, integer]),
-        ("ggml_new_tensor_3d", pointer, [pointer, ctypes.c_int, integer, integer, integer]),
-        ("ggml_mul_mat_id", pointer, [pointer, pointer, pointer, pointer]),
-        ("ggml_set_name", pointer, [pointer, ctypes.c_char_p]),
-    ):
-        function = getattr(ggml, name)
-        function.restype, function.argtypes = result, arguments
-    context = ggml.ggml_init(_InitParams(1 << 22, None, True))
-    f32, i32 = 0, 26
-
-    def plan(llm: Llama) -> Any:
-        session = llm.session
-        on_eval = llama_api.lib.ggml_backend_sched_eval_callback(session.hook.callback)
-        session.hook.begin_learning()
-        for layer in session.layers:
-            ids = ggml.ggml_new_tensor_2d(context, i32, layer.top_k, 1)
-            ggml.ggml_set_name(ids, f"elsewhere-{layer.block}".encode())
-            on_eval(ids, True, session.hook.user_data)
-            for name in layer.tensors:
-                experts = ggml.ggml_new_tensor_3d(context, f32, 8, 4, session.layout.n_expert)
-                ggml.ggml_set_name(experts, name.encode())
-                product = ggml.ggml_mul_mat_id(context, experts, ggml.ggml_new_tensor_3d(context, f32, 8, 1, 1), ids)
-                on_eval(product, True, session.hook.user_data)
-        return session.hook.finish_learning(session.weights.blocks)
-
-    yield plan
-    ggml.ggml_free(context)
-
-
-def test_a_graph_that_moved_is_learned_again_and_says_the_same(model: Path, foreign_plan: Callable[[Llama], Any]) -> None:
-    with resident(model) as plain:
-        expected = say(plain)
-    with streamed(model, share=1.3) as llm:
-        assert_same(say(llm), expected)
-        learned = llm.session.layers
-        llm.session.hook.rearm(foreign_plan(llm))
-        said = say(llm)
-        assert llm.session.layers is not learned
-        assert llm.session.layers == learned
-    assert_same(said, expected)
-
-
-@pytest.mark.parametrize("shape", FAMILIES)
-def test_a_graph_that_moves_within_a_batch_is_learned_again_and_says_the_same(
-    tiny: Callable[..., Path], shape: str, foreign_plan: Callable[[Llama], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the third of six micro-batches the plan is exchanged for one with other names: the batch starts over from its first token."""
-    cut, n_tokens = {"n_batch": 24, "n_ubatch": 4}, 6
-    with resident(tiny(shape), **cut) as plain:
-        expected = say(plain, n_tokens)
-    watched: dict[str, Any] = {"graphs": 0}
-
-    def on_node(tensor: int, ask: bool, user_data: int) -> bool:
-        if ask and "plan" in watched and node_name(tensor) == b"embd":
-            watched["graphs"] += 1
-            if watched["graphs"] == 3:
-                watched["llm"].session.hook.rearm(watched.pop("plan"))
-        return bool(watched["native"](tensor, ask, user_data))
-
-    init_hooked = llama_api.init_hooked
-
-    def init_watched(model: Any, params: Any, *, on_eval: int, on_abort: int, user_data: int) -> Any:
-        prototype = llama_api.lib.ggml_backend_sched_eval_callback
-        watched["native"], watched["callback"] = prototype(on_eval), prototype(on_node)
-        address = ctypes.cast(watched["callback"], ctypes.c_void_p).value
-        return init_hooked(model, params, on_eval=address, on_abort=on_abort, user_data=user_data)
-
-    monkeypatch.setattr(llama_api, "init_hooked", init_watched)
-    with streamed(tiny(shape), share=1.3, record_routes=True, llama=cut) as llm:
-        learned = llm.session.layers
-        watched |= {"llm": llm, "plan": foreign_plan(llm)}
-        routes: list[Any] = []
-        llm.session.on_routes = routes.append
-        said = say(llm, n_tokens)
-        assert watched["graphs"] == 3
-        assert llm.session.layers is not learned
-        watched.clear()
-    assert_same(said, expected)
-    assert routes[0]["step"][0] == 0
-    assert routes[0]["step"].tolist().count(0) == routes[0]["step"].tolist().count(1), "the stopped attempt is not in the record"
-
-
-# Memory.
 
 
 def mapped(address: int) -> bool:
