@@ -67,6 +67,32 @@ def test_the_smoke_preset_runs_every_condition(command: Command, data: Path, tmp
     assert len(result.json["conditions"]) == 10
 
 
+def test_a_study_of_chosen_conditions_and_seeds(command: Command, data: Path, tmp_path: Path) -> None:
+    out, chosen = tmp_path / "out", ("--condition", "capsel2@1.25", "--condition", "fixed-top2@1.25", "--seeds", "1")
+    result = command("study", "run", data, out, "--preset", "smoke", "--threads", "1", "--no-plots", "--json", *chosen)
+    assert result.code == 0, result.err
+    assert sorted(path.name for path in (out / "cells").iterdir()) == ["capsel2@1.25-seed0.json", "fixed-top2@1.25-seed0.json"]
+    assert result.json["missing"] == []
+    assert list(result.json["paired"]) == ["capsel2@1.25"]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--condition", "capsel3@1.25"), "--condition capsel3@1.25: must be one of top1@1.25, top1@2, "),
+        (("--seeds", "0"), "--seeds 0: must be between 1 and 1000"),
+        (("--seeds", "1000000000000"), "--seeds 1000000000000: must be between 1 and 1000"),
+    ],
+)
+def test_a_condition_or_number_of_seeds_that_is_none_is_refused(
+    command: Command, data: Path, tmp_path: Path, option: tuple[str, str], message: str
+) -> None:
+    result = command("study", "run", data, tmp_path / "out", *option)
+    assert (result.code, len(result.errors)) == (2, 1)
+    assert message in result.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_study_with_other_settings_is_refused(command: Command, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "cells").mkdir(parents=True)

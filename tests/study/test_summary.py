@@ -111,7 +111,7 @@ def test_the_report_names_every_condition_and_its_bound() -> None:
     for one in SPEC.conditions:
         assert one.name in text
     assert "| *optimum, routers of capsel2@1.25* | 5.00 ± 0.00 |" in text
-    assert "| capsel2@1.25 | no expert, points | -6.00, +0.10 | -2.95 | 1 of 2 |" in text
+    assert "| capsel2@1.25 | no expert, points | -6.00, +0.10 | -2.95 ± 3.05 | 1 of 2 |" in text
     assert "![a.svg](a.svg)" in text
 
 

@@ -31,6 +31,10 @@ def run(
     preset: Annotated[
         Literal["full", "smoke"], typer.Option(help="full: the whole study, hours. smoke: all conditions in a minute, for a first look.")
     ] = "full",
+    conditions: Annotated[
+        list[str] | None, typer.Option("--condition", metavar="NAME", help="Run this condition only, as capsel2@1.25; may be repeated.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", help="Seeds 0 to N - 1 (default: 3; with smoke 2).")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="bf16: autocast; routing stays in float32.")] = "fp32",
     load_balance: Annotated[
         float, typer.Option("--load-balance", metavar="W", help="Weight of a load-balancing loss; the document mentions none.")
@@ -47,11 +51,16 @@ def run(
     need_train_extra("study run", "torch", "tokenizers", "networkx")
     from moetriage.study.run import run_study
     from moetriage.study.setting import Resources
-    from moetriage.study.spec import PRESETS
+    from moetriage.study.spec import PRESETS, first_seeds, named
 
     if plots:
         _check_plots()
-    spec = PRESETS[preset](precision=precision, load_balance_weight=load_balance)
+    chosen: dict[str, Any] = {"precision": precision, "load_balance_weight": load_balance}
+    if conditions:
+        chosen["conditions"] = named(conditions)
+    if seeds is not None:
+        chosen["seeds"] = first_seeds(seeds)
+    spec = PRESETS[preset](**chosen)
     with _step_bar(f"study ({preset})") as progress:
         folder = run_study(spec, data, out, Resources(jobs=jobs, threads=threads, device=device), progress)
     _report(folder, plots=plots, json_output=json_output)

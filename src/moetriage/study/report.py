@@ -6,6 +6,7 @@ In: the dict of ``summary.summarise``. Out: two texts. Every statement follows f
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,7 +179,8 @@ def _paired_rows(summary: Row) -> list[tuple[str, ...]]:
             values = [scale * value for value in differences[metric]]
             texts = [f"{value:+.{digits}f}" for value in values]
             better = sum(value < 0 for value in values)
-            rows.append((name, title, ", ".join(texts), f"{sum(values) / len(values):+.{digits}f}", f"{better} of {len(values)}"))
+            mean = f"{statistics.fmean(values):+.{digits}f} ± {statistics.pstdev(values):.{digits}f}"
+            rows.append((name, title, ", ".join(texts), mean, f"{better} of {len(values)}"))
     return rows
 
 

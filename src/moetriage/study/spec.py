@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ EXTRA = tuple(
     Condition(policy=policy, capacity_factor=1.25)
     for policy in ("primary+rescue", "primary+optional", "capsel2-online", "capsel2-causal", "augment")
 )
+MAX_SEEDS = 1000
 #: What the differences per seed are taken against.
 BASELINE = "fixed-top2@1.25"
 
@@ -177,14 +179,30 @@ def _check_types(spec: StudySpec) -> None:
 
 def full(**options: Any) -> StudySpec:
     """Return the document's design and the extra conditions."""
-    return StudySpec(preset="full", **options)
+    return StudySpec(**{"preset": "full", **options})
 
 
 def smoke(**options: Any) -> StudySpec:
     """Return a study for tests: every condition, in seconds; its numbers mean nothing."""
     sizes: dict[str, Any] = {"steps": 8, "batch_size": 2, "context": 32, "heldout_batches": 2, "calibration_batches": 2}
     model: dict[str, Any] = {"n_layer": 2, "d_model": 32, "n_head": 2, "num_experts": 4, "d_expert": 32}
-    return StudySpec(preset="smoke", seeds=(0, 1), warmup_steps=2, record_every=2, **sizes, **model, **options)
+    return StudySpec(**{"preset": "smoke", "seeds": (0, 1), "warmup_steps": 2, "record_every": 2, **sizes, **model, **options})
+
+
+def named(names: Sequence[str]) -> tuple[Condition, ...]:
+    """Return the conditions of these names, in the study's own order. Raises UsageError for a name that is none."""
+    known = {condition.name: condition for condition in CORE + EXTRA}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--condition {name}: must be one of {', '.join(known)}")
+    return tuple(condition for name, condition in known.items() if name in names)
+
+
+def first_seeds(count: int) -> tuple[int, ...]:
+    """Return the seeds 0 to ``count - 1``. Raises UsageError for none, and for more than anybody waits for."""
+    if not 1 <= count <= MAX_SEEDS:
+        raise UsageError(f"--seeds {count}: must be between 1 and {MAX_SEEDS}")
+    return tuple(range(count))
 
 
 #: What ``--preset`` takes.
