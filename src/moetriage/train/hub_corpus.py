@@ -33,7 +33,7 @@ def dataset_corpus(spec: str, *, max_mb: int) -> Corpus:
     except UsageError:
         raise
     except Exception as error:  # the client passes on what its HTTP libraries raise, and those share no base class
-        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        reason = str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
         raise UsageError(f"--hf-dataset {spec}: cannot be had: {reason}; without it, --text takes files") from error
     facts: dict[str, object] = {
         "source": f"Hugging Face dataset {spec}, split train, at most {max_mb} MB",
