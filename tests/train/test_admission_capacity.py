@@ -44,11 +44,11 @@ def test_capacity_is_the_least_that_is_enough(hundredths: int, n_tokens: int, n_
     "factor", [0, -1.25, float("nan"), float("inf"), 16384, 1024.5, "1e999999999", "1e-999999999", "much", "1/0", None, True]
 )
 def test_an_absurd_factor_is_refused_with_the_limit(factor: float) -> None:
-    with pytest.raises(UsageError, match=f"capacity factor {factor}: .*above 0 and at most 1024"):
+    with pytest.raises(UsageError, match=f"capacity factor {factor!r}: .*above 0 and at most 1024"):
         capacity(factor, 512, 8)
 
 
-@pytest.mark.parametrize(("n_tokens", "n_experts"), [(-1, 8), (512, 0)])
+@pytest.mark.parametrize(("n_tokens", "n_experts"), [(-1, 8), (512, 0), (100.0, 8), (512, 8.0)])
 def test_capacity_needs_experts_and_no_negative_number_of_tokens(n_tokens: int, n_experts: int) -> None:
     with pytest.raises(UsageError, match=f"{n_experts} experts for {n_tokens} tokens"):
         capacity(1.25, n_tokens, n_experts)

@@ -105,6 +105,39 @@ def test_padding_takes_no_capacity_and_counts_nowhere() -> None:
         assert torch.equal(one.expert_load_E, other.expert_load_E)
 
 
+def test_a_mask_holds_for_its_own_forward_whichever_module_is_called() -> None:
+    model, tokens_BS = model_of("Qwen3Moe"), tokens_of(2, 7)
+    handle, mask_BS = patched(model, "top2", 6.0), torch.ones(2, 7, dtype=torch.int64)
+    mask_BS[0, :3] = 0
+    calls: list[Any] = [
+        lambda: model(tokens_BS, attention_mask=mask_BS),
+        lambda: model.model(tokens_BS),
+        lambda: model.model(tokens_BS, mask_BS),
+        lambda: model(tokens_BS),
+    ]
+    with handle.record() as records:
+        for call in calls:
+            call()
+    assert [int(stats.tokens) for stats in records[::2]] == [11, 14, 11, 14]
+
+
+def test_a_mask_that_does_not_tell_padding_is_warned_of() -> None:
+    model, tokens_BS = model_of("Mixtral"), tokens_of(2, 6)
+    patched(model)
+    with pytest.warns(UserWarning, match="attention_mask of 4 dimensions: does not tell padding from tokens"):
+        model(tokens_BS, attention_mask=torch.zeros(2, 1, 6, 6))
+
+
+def test_a_handle_that_was_removed_leaves_the_next_patch_alone() -> None:
+    model, tokens_BS = model_of("Mixtral"), tokens_of(2, 6)
+    first = patched(model, "top2", 0.25)
+    first.remove()
+    before = model(tokens_BS).logits
+    patched(model, "top2", 0.25)
+    first.remove()
+    assert not torch.allclose(model(tokens_BS).logits, before)
+
+
 def test_generation_with_a_cache_goes_through_admission() -> None:
     model = model_of("Mixtral")
     handle = patched(model, "top2", 6.0)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moetriage.errors import UsageError
 from moetriage.study.environment import environment
 from moetriage.study.measures import Counts, Curves, margins
 from moetriage.study.optimiser import optimiser
@@ -50,12 +51,15 @@ def calibrate(setting: Setting) -> float:
 
 
 def run_cell(setting: Setting, cell: Cell, threshold: float, on_step: Callable[[], None] = lambda: None) -> Row:
-    """Train and measure one cell and return its result. on_step: called after each optimizer step."""
+    """Train and measure one cell and return its result. on_step: called after each optimizer step. Raises UsageError if it diverges."""
     began = time.perf_counter()
-    with repeatable(setting.resources):
-        model = setting.new_model(cell, threshold)
-        curves, seconds = _train(setting, cell, model, threshold, on_step)
-        final = evaluate(setting, model, threshold)
+    try:
+        with repeatable(setting.resources):
+            model = setting.new_model(cell, threshold)
+            curves, seconds = _train(setting, cell, model, threshold, on_step)
+            final = evaluate(setting, model, threshold)
+    except UsageError as error:
+        raise UsageError(f"cell {cell.name}: {error}") from error
     return {
         "condition": cell.condition.name,
         "seed": cell.seed,

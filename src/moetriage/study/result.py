@@ -5,7 +5,6 @@ Knows names and shapes, not what the numbers should be.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,8 @@ Row = dict[str, Any]
 #: A number for each point of training; three, one a pass; five quantiles; one a layer.
 _CURVES = {"step": 0, "loss": 0, "uncovered_fraction": 0, "uncertain_fraction": 0, "threshold": 0, "margin_quantiles": 5}
 _COUNTS = ("visits", "uncovered", "optimum_uncovered", "uncertain")
+#: No count, loss or time comes near, and a float still holds the whole numbers below.
+_TOO_LARGE = 1 << 53
 _LAYERS = ("visits", "uncovered", "optimum_uncovered")
 
 
@@ -36,13 +37,13 @@ def check_result(result: Row, cell: Cell, spec: StudySpec) -> None:
 
 def _check_final(final: Row, spec: StudySpec) -> None:
     for name in _COUNTS:
-        _numbers(name, [final[name]])
+        _numbers(name, [final[name]], kind=int)
     for name in ("loss", "loss_drop_free"):
         _numbers(name, [final[name]])
     for name in ("requested", "accepted"):
-        _numbers(name, final[name], 3)
+        _numbers(name, final[name], 3, kind=int)
     for name in _LAYERS:
-        _numbers(f"by_layer {name}", final["by_layer"][name], spec.n_layer)
+        _numbers(f"by_layer {name}", final["by_layer"][name], spec.n_layer, kind=int)
     if not (final["visits"] > 0 and sum(final["requested"]) > 0 and all(visits > 0 for visits in final["by_layer"]["visits"])):
         raise ValueError("it counts no visits or no requests")
 
@@ -53,11 +54,11 @@ def _rows(name: str, rows: list[list[float]], width: int) -> Iterable[float]:
     return [value for row in rows for value in row]
 
 
-def _numbers(name: str, values: Iterable[Any], count: int | None = None) -> None:
-    """Raise ValueError unless these are finite numbers from 0 up, as many as said."""
+def _numbers(name: str, values: Iterable[Any], count: int | None = None, *, kind: Any = (int, float)) -> None:
+    """Raise ValueError unless these are finite numbers of ``kind`` from 0 up, as many as said."""
     found = list(values)
     if count is not None and len(found) != count:
         raise ValueError(f"{name} has {len(found)} numbers, not {count}")
     for value in found:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} holds {value!r}, no number from 0 up")
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < _TOO_LARGE:
+            raise ValueError(f"{name} holds {value!r}, no {'count' if kind is int else 'number'} from 0 up")

@@ -44,7 +44,7 @@ class Resources:
             if value is not None and not 1 <= value <= MAX_JOBS:
                 raise UsageError(f"{flag} {value}: must be between 1 and {MAX_JOBS}")
         kind, _, number = self.device.partition(":")
-        if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or (kind == "cpu" and number):
+        if kind not in ("cpu", "cuda") or (number and not (number.isdecimal() and len(number) < 5)) or (kind == "cpu" and number):
             raise UsageError(f"--device {self.device}: must be cpu, cuda or cuda:N")
         if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
             raise UsageError(f"--device {self.device}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use cpu")

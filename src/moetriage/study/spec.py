@@ -47,6 +47,8 @@ EXTRA = tuple(
     for policy in ("primary+rescue", "primary+optional", "capsel2-online", "capsel2-causal", "augment")
 )
 MAX_SEEDS = 1000
+#: Beyond this the loss of the text is lost beside it.
+MAX_LOAD_BALANCE = 100
 #: What the differences per seed are taken against.
 BASELINE = "fixed-top2@1.25"
 
@@ -101,8 +103,8 @@ class StudySpec:
         """Raise UsageError for a value that cannot work."""
         if self.precision not in ("fp32", "bf16"):
             raise UsageError(f"--precision {self.precision}: must be fp32 or bf16")
-        if not (math.isfinite(self.load_balance_weight) and self.load_balance_weight >= 0):
-            raise UsageError(f"--load-balance {self.load_balance_weight}: must be 0 (off) or a positive number; 0.01 is usual")
+        if not 0 <= self.load_balance_weight <= MAX_LOAD_BALANCE:
+            raise UsageError(f"--load-balance {self.load_balance_weight}: must be from 0 (off) to {MAX_LOAD_BALANCE}; 0.01 is usual")
         if not self.conditions or not self.seeds:
             raise UsageError("a study needs at least one condition and one seed")
 
@@ -173,8 +175,10 @@ def _check_types(spec: StudySpec) -> None:
             if type(part) is not type(usual[0]) or (isinstance(part, float) and not math.isfinite(part)):
                 raise ValueError(f"{field.name} {part!r}")
     for condition in spec.conditions:
-        if not isinstance(condition.policy, str) or not isinstance(condition.capacity_factor, float):
+        if condition not in CORE + EXTRA:
             raise ValueError(f"condition {condition}")
+    if len(spec.betas) != 2:
+        raise ValueError(f"betas {spec.betas}")
 
 
 def full(**options: Any) -> StudySpec:

@@ -37,6 +37,8 @@ POLICIES = (
 )
 #: These have an optional pass, so they need a margin threshold.
 THRESHOLD_POLICIES = frozenset({"capsel2", "primary+optional", "capsel2-online", "capsel2-causal", "augment"})
+#: More tokens than any batch has; times a position it is still an int64.
+MAX_CAPACITY = 1 << 40
 #: Above this a capacity factor is a slip, refused before anything of that size is allocated.
 MAX_CAPACITY_FACTOR = 1024
 
@@ -52,9 +54,9 @@ def capacity(factor: float | str | Fraction, n_tokens: int, n_experts: int) -> i
     except (ValueError, TypeError, OverflowError, ZeroDivisionError):
         exact = Fraction(0)  # nan, inf, a word: refused below like any other
     if not 0 < exact <= MAX_CAPACITY_FACTOR:
-        raise UsageError(f"capacity factor {factor}: must be a number above 0 and at most {MAX_CAPACITY_FACTOR}; 1.25 is usual")
-    if n_experts < 1 or n_tokens < 0:
-        raise UsageError(f"capacity of {n_experts} experts for {n_tokens} tokens: needs at least 1 expert and 0 tokens")
+        raise UsageError(f"capacity factor {factor!r}: must be a number above 0 and at most {MAX_CAPACITY_FACTOR}; 1.25 is usual")
+    if isinstance(n_tokens, float) or isinstance(n_experts, float) or n_experts < 1 or n_tokens < 0:
+        raise UsageError(f"capacity of {n_experts} experts for {n_tokens} tokens: needs whole numbers, of at least 1 expert and 0 tokens")
     return -(-exact.numerator * n_tokens // (exact.denominator * n_experts))
 
 
@@ -72,7 +74,7 @@ def admit(
 
     probs_TE: (T, E) router probabilities of any float type, compared as float32.
     policy: one of POLICIES.
-    capacity: tokens that an expert takes in all passes together, from 0 up; ``capacity()`` computes it.
+    capacity: tokens that an expert takes in all passes together, from 0 to 2**40; ``capacity()`` computes it.
     margin_threshold: float or 0-d tensor; a served token asks for a second expert if its two best probabilities differ by at most this. The
         policies in THRESHOLD_POLICIES need it.
     mask_T: (T,) bool, True = a real token; the others ask for nothing and take no capacity.
@@ -101,8 +103,9 @@ def _check(probs_TE: Tensor, policy: str, capacity: int, mask_T: Tensor | None) 
     shape = tuple(probs_TE.shape)
     if len(shape) != 2 or shape[1] < 1 or not probs_TE.is_floating_point():
         raise UsageError(f"router probabilities of shape {shape}, {probs_TE.dtype}: must be (tokens, experts), of a float type")
-    if isinstance(capacity, (float, bool)) or capacity < 0:  # 1.25 is a factor: capacity() makes a number of tokens of it
-        raise UsageError(f"capacity {capacity}: must be 0 or more whole tokens per expert; capacity(factor, ...) computes it")
+    # 1.25 is a factor: capacity() makes a number of tokens of it.
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or not 0 <= capacity <= MAX_CAPACITY:
+        raise UsageError(f"capacity {capacity!r}: must be an int, 0 to 2**40 tokens per expert; capacity(factor, ...) computes it")
     if mask_T is not None and (mask_T.shape != probs_TE.shape[:1] or mask_T.dtype != torch.bool):
         raise UsageError(f"mask of shape {tuple(mask_T.shape)}, {mask_T.dtype}: must be bool, one for each of {shape[0]} tokens")
 

@@ -9,6 +9,7 @@ Legend: B sequences of S positions, T = B * S tokens, E experts, K = 2 choices, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,15 +95,18 @@ class Patched:
         self._blocks = blocks
         self._mask_BS: Tensor | None = None
         self._records: list[RoutingStats] | None = None
-        self._hook = model.register_forward_pre_hook(self._note_mask, with_kwargs=True)
+        stacks = {_stack(model, block.name) for block in blocks}
+        self._hooks = [model.get_submodule(name).register_forward_pre_hook(self._note_mask, with_kwargs=True) for name in stacks]
         for block in blocks:
             block.attach(self)
 
     def remove(self) -> None:
         """Give the model its own forward functions back; may be called twice."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for block in self._blocks:
             block.detach()
+        self._hooks, self._blocks = [], []  # the model may be patched again, which a second call must leave alone
 
     @contextmanager
     def record(self) -> Iterator[list[RoutingStats]]:
@@ -129,6 +133,9 @@ class Patched:
         # Kept until the next forward, because a checkpointed backward calls the blocks again.
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         self._mask_BS = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if mask is not None and self._mask_BS is None:
+            what = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"in a {type(mask).__name__}"
+            warnings.warn(f"attention_mask {what}: does not tell padding from tokens, so padding takes capacity", stacklevel=2)
 
 
 class _Block:
@@ -198,6 +205,13 @@ class _Block:
         gate_ECH, up_ECH = torch.bmm(x_ECD, experts.gate_up_proj.transpose(1, 2)).chunk(2, dim=2)
         y_ECD = torch.bmm(experts.act_fn(gate_ECH) * up_ECH, experts.down_proj.transpose(1, 2))
         return combine(y_ECD.flatten(0, 1), gates_TK, slots).to(x_TD.dtype)
+
+
+def _stack(model: nn.Module, block: str) -> str:
+    """Return the name of the module that runs the layers, which is what is given the mask: the one whose list holds the block."""
+    parts = block.split(".")
+    lists = (i for i in range(1, len(parts)) if isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList))
+    return ".".join(parts[: next(lists, 1) - 1])
 
 
 def _is_block(module: nn.Module) -> bool:
