@@ -90,12 +90,27 @@ def test_leftovers_of_killed_processes_go_and_those_of_running_ones_stay(tmp_pat
     ended.wait()
     path = tmp_path / "a[1].x"
     ours, theirs = beside(path), tmp_path / f".{path.name}.{ended.pid}.tmp"
-    for folder in (ours, theirs):
+    old = theirs.with_name(f"{theirs.name}.old")
+    for folder in (ours, theirs, old):
         folder.mkdir()
         (folder / "part").touch()
     (tmp_path / ".a1.x.0.tmp").touch()
     remove_leftovers(path)
-    assert sorted(found.name for found in tmp_path.iterdir()) == sorted([ours.name, ".a1.x.0.tmp"])
+    stay = [ours.name, ".a1.x.0.tmp"]
+    # What a process that ended between its two renames has moved away is the only copy.
+    assert sorted(found.name for found in tmp_path.iterdir()) == sorted([*stay, old.name])
+    path.mkdir()
+    remove_leftovers(path)
+    assert sorted(found.name for found in tmp_path.iterdir()) == sorted([*stay, path.name])
+
+
+def test_a_link_that_a_folder_replaces_leaves_nothing(tmp_path: Path) -> None:
+    for name in ("real", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    (tmp_path / "link").symlink_to("real")
+    replace_folder(tmp_path / "new", tmp_path / "link")
+    assert sorted(str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*")) == ["link", "link/new", "real", "real/real"]
 
 
 def test_a_folder_without_a_name_of_its_own_has_a_place_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

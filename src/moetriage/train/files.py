@@ -10,6 +10,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,13 +76,19 @@ def beside(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what processes that were killed left ``beside`` this path."""
-    for leftover in beside(path).parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        number = leftover.name.split(".")[-2]
-        if number.isdecimal() and not _runs(int(number)):
-            shutil.rmtree(leftover, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                leftover.unlink()
+    """Remove what processes that were killed left ``beside`` this path; a folder that was being replaced stays while nothing is there."""
+    own = beside(path)
+    name = own.name.removesuffix(f".{os.getpid()}.tmp")
+    for leftover in own.parent.glob(f"{glob.escape(name)}.*"):
+        found = re.fullmatch(r"\.(\d+)\.tmp(\.old)?", leftover.name.removeprefix(name))
+        if found is not None and not _runs(int(found[1])) and (found[2] is None or path.exists()):
+            _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # rmtree leaves files and links
+        path.unlink()
 
 
 def _runs(process: int) -> bool:
@@ -95,7 +102,7 @@ def _runs(process: int) -> bool:
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:
-    """Put a new folder in the old one's place; two renames, as a folder with files cannot be replaced by one. Raises OSError."""
+    """Put a new folder in the place of the old one or of a link; two renames, as one cannot replace a full folder. Raises OSError."""
     if not folder.exists():
         temporary.rename(folder)
         return
@@ -106,7 +113,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
     except OSError:
         old.rename(folder)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
 
 
 @contextlib.contextmanager
