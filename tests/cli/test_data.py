@@ -50,6 +50,7 @@ def test_people_get_a_table_and_the_next_step(command: Command, texts: Path, tmp
     ("arguments", "message"),
     [
         (("--text", "absent.txt"), "--text absent.txt: cannot be read"),
+        (("--text", ""), '--text "": names no file or folder; "." is the current folder'),
         (("--text", "TEXTS", "--hf-dataset", "a/b"), "give one of them"),
         (("--text", "TEXTS", "--max-mb", "3"), "--max-mb 3 does nothing without --hf-dataset"),
         (("--hf-dataset", "a/b", "--max-mb", "0"), "--max-mb 0: must be at least 1"),
@@ -77,6 +78,34 @@ def test_existing_data_is_kept_unless_told_otherwise(command: Command, texts: Pa
     assert refused.code == 2
     assert "exists already; name another folder, or replace it with --force" in refused.err
     assert command(*arguments, 280, "--force", "--json").json["vocab_size"] == 280
+
+
+def test_what_was_left_out_is_one_line_and_in_the_result(command: Command, texts: Path, tmp_path: Path) -> None:
+    (texts / "latin.txt").write_bytes(b"caf\xe9")
+    (texts / "empty.py").touch()
+    result = command("data", "build", tmp_path / "data", "--text", texts, "--vocab-size", 300, "--json")
+    assert result.errors == ["moetriage: 2 files left out: 1 empty, 1 not UTF-8"]
+    assert result.json["corpus"]["left_out"] == {"empty": 1, "not UTF-8": 1}
+
+
+def test_data_below_the_texts_is_never_trained_on(command: Command, texts: Path) -> None:
+    arguments = ("data", "build", texts / "DATA", "--text", texts, "--json", "--vocab-size")
+    first = command(*arguments, 300)
+    again = command(*arguments, 280, "--force")
+    assert again.errors == ["moetriage: 1 file left out: 1 in data folders"]
+    assert [again.json[part]["bytes"] for part in ("train", "heldout")] == [first.json[part]["bytes"] for part in ("train", "heldout")]
+
+
+def test_copies_alone_are_said_to_be_such(command: Command, texts: Path, tmp_path: Path) -> None:
+    folder, text = tmp_path / "copies", "".join(path.read_text() for path in sorted(texts.iterdir()))
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text(text + f"the last line of {name}\n")
+    result = command("data", "build", tmp_path / "data", "--text", folder, "--vocab-size", 300, "--json")
+    held = result.json["corpus"]["heldout_near_copies"]
+    assert result.errors == [
+        f"moetriage: every file is a near copy of others: {held[0]} is held out all the same, which measures memory; give other texts, too"
+    ]
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(command: Command, texts: Path, small_disk: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where texts come from, what is left out, and that nothing held out is trained on."""
+"""Where texts come from, and what is left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from moetriage.errors import UsageError
 from moetriage.train import corpus as module
-from moetriage.train.corpus import Document, files_corpus, split, stdlib_corpus
+from moetriage.train.corpus import SKIPPED, files_corpus, left_out_line, stdlib_corpus
+from moetriage.train.heldout import split
 from moetriage.train.hub_corpus import dataset_corpus
 
 
@@ -22,14 +23,6 @@ def write(root: Path, files: dict[str, str | bytes]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return root
-
-
-def distinct_lines(number: int) -> str:
-    return "".join(f"a line of file {number} that no other file has: {number * 1000 + line}\n" for line in range(20))
-
-
-def some_documents(count: int) -> list[Document]:
-    return [Document(f"folder/file{number}.py", distinct_lines(number)) for number in range(count)]
 
 
 def test_the_library_of_this_interpreter_is_megabytes_of_text_in_a_fixed_order() -> None:
@@ -69,6 +62,7 @@ def test_what_is_no_text_not_the_library_or_there_already_is_left_out(tmp_path: 
         "test/t.py": "assert True\n",
     }
     assert corpus.facts["duplicates_left_out"] == 1
+    assert corpus.facts["left_out"] == {"empty": 1, "not UTF-8": 1, "with NUL": 1}
     assert corpus.facts["bytes_in_tests"] == len("assert True\n")
 
 
@@ -128,37 +122,62 @@ def test_a_name_that_is_no_utf8_is_a_name(tmp_path: Path) -> None:
     assert len(parts.train) + len(parts.heldout) == 3
 
 
-def test_every_file_is_on_one_side_and_the_choice_stays_when_files_come_and_go() -> None:
-    documents = some_documents(400)
-    parts = split(documents, fraction=0.1)
-    trained, held = ({document.name for document in side} for side in (parts.train, parts.heldout))
-    assert trained | held == {document.name for document in documents}
-    assert not trained & held
-    assert 20 < len(held) < 65
-    fewer = split(documents[::2], fraction=0.1)
-    assert {document.name for document in fewer.heldout} == held & {document.name for document in documents[::2]}
+LEFT_OUT = {
+    "latin.py": b"# caf\xe9\n",
+    "utf16.txt": "words".encode("utf-16"),
+    "deep/zeros.rst": b"a\0b",
+    "empty.py": b"",
+    "site-packages/other/x.py": b"x = 1\n",
+    "config-guide.txt": b"settings\n",
+    "data.json": b"{}",
+}
 
 
-def test_a_heldout_file_that_repeats_a_training_file_is_trained_on_instead() -> None:
-    documents = some_documents(400)
-    victim = split(documents, fraction=0.1).heldout[0].name
-    source = split(documents, fraction=0.1).train[0].text
-    changed = [Document(victim, source + distinct_lines(999)[:200]) if document.name == victim else document for document in documents]
-    parts = split(changed, fraction=0.1)
-    assert parts.moved == [victim]
-    assert victim in {document.name for document in parts.train}
-    assert victim not in {document.name for document in parts.heldout}
+def test_what_a_folder_holds_beside_texts_is_counted(tmp_path: Path) -> None:
+    folder = write(tmp_path / "texts", {"a.txt": "some text\n"} | LEFT_OUT)
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "gone.txt").symlink_to("nowhere")
+    (folder / "elsewhere").symlink_to(write(tmp_path / "other", {"b.txt": "b"}))
+    corpus = files_corpus([folder])
+    assert [document.name for document in corpus.documents] == ["texts/a.txt"]
+    counts = {"not UTF-8": 2, SKIPPED: 2, "with NUL": 1, "empty": 1, "no regular file": 1, "unreadable": 1, "linked folder": 1}
+    assert corpus.facts["left_out"] == counts
+    assert left_out_line({"empty": 1, "not UTF-8": 21}) == "22 files left out: 21 not UTF-8, 1 empty"
+    assert left_out_line({"empty": 1}) == "1 file left out: 1 empty"
 
 
-def test_of_two_files_one_is_held_out() -> None:
-    parts = split(some_documents(2))
-    assert len(parts.train) == len(parts.heldout) == 1
+def test_a_folder_that_cannot_be_listed_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, {"a.txt": "some text\n", "closed/b.txt": "b"})
+    scandir = os.scandir
+
+    def closed(path: str) -> Any:
+        if path.endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert files_corpus([folder]).facts["left_out"] == {"unreadable": 1}
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_corpus_of_fewer_files_is_refused(count: int) -> None:
-    with pytest.raises(UsageError, match=f"a corpus of {count} text files: at least 2"):
-        split(some_documents(count))
+def test_where_nothing_is_left_out_nothing_is_said(tmp_path: Path) -> None:
+    assert "left_out" not in files_corpus([write(tmp_path, {"a.txt": "a", "b.bin": "b"})]).facts
+
+
+def test_a_folder_without_texts_says_what_it_holds(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no file in it is text of the kinds .* \(2 files left out: 1 empty, 1 not UTF-8\)"):
+        files_corpus([write(tmp_path, {"a.txt": "", "b.txt": b"\xff"})])
+
+
+@pytest.mark.parametrize("beside", ["manifest.json", "tokenizer.json", "train-00000.bin", "heldout-00000.bin"])
+def test_data_folders_among_the_texts_are_not_read(beside: str, tmp_path: Path) -> None:
+    data = {"heldout.txt": "held out\n", beside: "", "RUN/notes.txt": "n"}
+    write(tmp_path / "texts" / "DATA", data)
+    folder = write(tmp_path / "texts", {"a.txt": "some text\n", "own/heldout.txt": "a name is no data folder\n"})
+    corpus = files_corpus([folder])
+    assert [document.name for document in corpus.documents] == ["texts/a.txt", "texts/own/heldout.txt"]
+    assert corpus.facts["left_out"] == {"in data folders": 2}
+    with pytest.raises(UsageError, match="2 in data folders"):
+        files_corpus([folder / "DATA"])
 
 
 class Hub:

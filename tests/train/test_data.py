@@ -13,7 +13,8 @@ from moetriage.errors import UsageError
 from moetriage.train import shards
 from moetriage.train.corpus import Corpus, Document
 from moetriage.train.data import Batches, Data, open_data
-from moetriage.train.data_build import MANIFEST, build
+from moetriage.train.data_build import build
+from moetriage.train.data_folder import MANIFEST
 from moetriage.train.shards import TokenStream, write_shards
 from moetriage.train.tokenizer import has_endless_word, load_tokenizer
 
@@ -119,6 +120,14 @@ def test_a_stream_shorter_than_a_batch_is_refused(tmp_path: Path) -> None:
         Batches(stream=stream, batch=0, context=12, seed=0).validate()
 
 
+def test_a_corpus_too_small_names_what_is_held_out(tmp_path: Path) -> None:
+    documents = [Document("a.txt", "a line of words to train on\n" * 2000), Document("b.txt", "another line\n" * 10)]
+    with pytest.raises(
+        UsageError, match=r"56000 bytes to train on, at least 100000 are needed \(held out: b\.txt with 130\); give more text"
+    ):
+        build(Corpus(documents=documents), tmp_path / "d")
+
+
 def test_a_corpus_too_small_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"corpus too small: \d+ bytes to train on, at least 100000"):
         build(small_corpus(3), tmp_path / "d")
@@ -136,6 +145,71 @@ def test_only_data_is_replaced_and_only_if_asked(folder: Path, tmp_path: Path) -
     build(small_corpus(), out, vocab_size=400)
     build(small_corpus(), out, vocab_size=300, force=True)
     assert open_data(out).vocab_size == 300
+
+
+def tree(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["mywork.js", "RUN/config.json", ".hidden", "train-00001.bin"])
+def test_a_folder_with_something_of_others_in_it_is_not_replaced(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "d"
+    build(small_corpus(), out, vocab_size=300)
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("x")
+    before = tree(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        build(small_corpus(), out, vocab_size=300, force=True)
+    assert str(caught.value).startswith(f"{out / Path(name).parts[0]}: is nothing that moetriage data build wrote, so --force does not")
+    assert tree(tmp_path) == before
+
+
+def test_a_file_that_is_a_link_or_a_folder_is_not_ours(tmp_path: Path) -> None:
+    out = tmp_path / "d"
+    build(small_corpus(), out, vocab_size=300)
+    (out / "heldout.txt").rename(tmp_path / "moved.txt")
+    for make in (lambda path: path.symlink_to("../moved.txt"), lambda path: path.mkdir()):
+        make(out / "heldout.txt")
+        with pytest.raises(UsageError, match=r"heldout\.txt: is nothing that moetriage data build wrote"):
+            build(small_corpus(), out, vocab_size=300, force=True)
+        if (out / "heldout.txt").is_symlink():
+            (out / "heldout.txt").unlink()
+
+
+@pytest.mark.parametrize("manifest", ['{"manifest_version": 3}', '{"format": 1}', "{", "", '{"format": 1, "train": []}'])
+def test_a_manifest_of_another_kind_makes_no_data_folder(manifest: str, tmp_path: Path) -> None:
+    out = tmp_path / "ext"
+    out.mkdir()
+    (out / MANIFEST).write_text(manifest)
+    (out / "a.js").write_text("x")
+    with pytest.raises(UsageError, match=r"ext/manifest\.json: is nothing that moetriage data build wrote"):
+        build(small_corpus(), out, vocab_size=300, force=True)
+    assert len(tree(out)) == 2
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("target", ["d", "absent"])
+def test_a_link_is_refused_with_where_it_leads(target: str, force: bool, tmp_path: Path) -> None:
+    build(small_corpus(), tmp_path / "d", vocab_size=300)
+    (tmp_path / "link").symlink_to(target)
+    before = tree(tmp_path)
+    with pytest.raises(UsageError, match=f"link: is a link; name the folder it leads to, {target}, or another"):
+        build(small_corpus(), tmp_path / "link", vocab_size=300, force=force)
+    assert tree(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "link"]
+
+
+def test_a_place_that_cannot_be_looked_at_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: File name too long"):
+        build(small_corpus(), tmp_path / ("x" * 300))
+
+
+def test_the_manifest_says_that_all_files_are_copies(tmp_path: Path) -> None:
+    text = small_corpus(120).documents
+    long = "".join(document.text.replace(" ", "\n") + document.text for document in text)
+    documents = [Document(f"{number}.txt", f"{long}a line of copy number {number}\n") for number in range(3)]
+    manifest = build(Corpus(documents=documents), tmp_path / "d", vocab_size=300)
+    assert manifest["corpus"]["heldout_near_copies"] == [manifest["heldout"]["files"][0]["name"]]
 
 
 def test_a_disk_that_fills_up_leaves_what_was_there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

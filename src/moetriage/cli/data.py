@@ -29,7 +29,7 @@ _MAX_MB = 64
 def build(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     text: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             "--text", metavar="FILE", help="UTF-8 file, or folder of .py, .rst and .txt files; may be repeated (default: Python's library)."
         ),
@@ -54,6 +54,8 @@ def build(
     with terminal.spinner("reading texts") as update:
         corpus = _corpus(text, hf_dataset, max_mb)
         manifest = build_data(corpus, out, vocab_size=vocab_size, force=force, progress=update)
+    for line in _warnings(manifest):
+        terminal.note(line)
     if json_output:
         terminal.print_json({"folder": str(out), **_summary(manifest)})
         return
@@ -61,18 +63,32 @@ def build(
     terminal.note(f"{out} is ready: moetriage train {out} RUN")
 
 
-def _corpus(text: list[Path] | None, dataset: str | None, max_mb: int | None) -> Corpus:
+def _corpus(text: list[str] | None, dataset: str | None, max_mb: int | None) -> Corpus:
     from moetriage.train.corpus import files_corpus, stdlib_corpus
 
     if text and dataset:
         raise UsageError("--text and --hf-dataset both say where the texts come from: give one of them")
+    if "" in (text or ()):
+        raise UsageError('--text "": names no file or folder; "." is the current folder')
     if max_mb is not None and dataset is None:
         raise UsageError(f"--max-mb {max_mb} does nothing without --hf-dataset: give both, or neither")
     if dataset is not None:
         from moetriage.train.hub_corpus import dataset_corpus
 
         return dataset_corpus(dataset, max_mb=_MAX_MB if max_mb is None else max_mb)
-    return files_corpus(text) if text else stdlib_corpus()
+    return files_corpus([Path(name) for name in text]) if text else stdlib_corpus()
+
+
+def _warnings(manifest: dict[str, Any]) -> list[str]:
+    from moetriage.train.corpus import left_out_line
+
+    corpus, lines = manifest["corpus"], []
+    if "left_out" in corpus:
+        lines.append(left_out_line(corpus["left_out"]))
+    if "heldout_near_copies" in corpus:
+        names = ", ".join(corpus["heldout_near_copies"])
+        lines.append(f"every file is a near copy of others: {names} is held out all the same, which measures memory; give other texts, too")
+    return lines
 
 
 def _summary(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Texts to train on: a source named by the user in, documents without duplicates and their held-out split out.
+"""Texts to train on: a source named by the user in, documents without duplicates out, with counts of what was left out.
 
 The default source is always there: the standard library of the interpreter that runs this, its sources, its tests where the distribution
-ships them, and pydoc's topics. Deliberately unknown here: tokens and files of our own (``tokenizer``, ``shards``).
+ships them, and pydoc's topics. Deliberately unknown here: which files are held out (``heldout``), tokens and shards.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moetriage.errors import UsageError
+from moetriage.train.data_folder import holds_data
 
 #: What of the standard library is text to learn from.
 SUFFIXES = (".py", ".rst", ".txt")
@@ -23,14 +25,10 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 TEST_FOLDERS = frozenset({"idle_test", "test", "tests"})
 #: pydoc's topics are one file of escaped strings; they are taken as the texts that they are.
 TOPICS_FILE = "pydoc_data/topics.py"
-#: Files of which this share of the hash space holds out.
-HELDOUT_FRACTION = 0.02
-#: A held-out file of which this share of the lines is in the training texts would measure memory: it is trained on instead.
-MAX_SHARED_LINES = 0.5
 #: More text than this is held in memory by nobody who trains a model of this size.
 MAX_FILE_BYTES = 1 << 30
-#: Shorter lines ("else:", "return None") are everywhere and say nothing about where a file comes from.
-MIN_LINE = 20
+#: Why files are left out that are not even opened.
+IN_DATA, LINKED, SKIPPED = "in data folders", "linked folder", "of installed packages or Python's build"
 
 
 @dataclass(frozen=True)
@@ -57,13 +55,12 @@ class Corpus:
     facts: dict[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """A corpus divided by file. ``moved``: names that the hash held out but whose lines are mostly in other files."""
+class NotTextError(UsageError):
+    """Report a file that is no text; ``reason`` says why in a word or two, to count by."""
 
-    train: Sequence[Document]
-    heldout: Sequence[Document]
-    moved: Sequence[str]
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def stdlib_corpus(root: Path | None = None) -> Corpus:
@@ -73,7 +70,9 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
     the facts say how much was found with it and without.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
-    found = [Document(name, text) for name, text in _texts_below(folder) if name != TOPICS_FILE] + _pydoc_topics(folder)
+    left_out: Counter[str] = Counter()
+    found = [Document(name, text) for name, text in _texts_below(folder, left_out) if name != TOPICS_FILE] + _pydoc_topics(folder)
+    del left_out[SKIPPED]  # no part of the library
     documents, duplicates = without_duplicates(sorted(found, key=lambda document: document.name))
     in_tests = sum(document.n_bytes for document in documents if TEST_FOLDERS & set(document.name.split("/")[:-1]))
     facts: dict[str, object] = {
@@ -83,25 +82,39 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
         "bytes_in_tests": in_tests,
         "duplicates_left_out": duplicates,
     }
-    return Corpus(documents=documents, facts=facts)
+    return Corpus(documents=documents, facts=facts | _left_out_fact(left_out))
 
 
 def files_corpus(paths: Sequence[Path]) -> Corpus:
     """Return the texts of files, and of all text files below folders, in the order given.
 
-    Raises UsageError for a file that is no UTF-8 text or empty, and for a folder without any text.
+    What of the right kind below a folder is no UTF-8 text is left out and counted. Raises UsageError for a file named itself that is none,
+    and for a folder without any text.
     """
     found: list[Document] = []
+    left_out: Counter[str] = Counter()
     for path in paths:
         if path.is_dir():
-            below = [Document(f"{path.name}/{name}", text) for name, text in _texts_below(path)]
-            if not below:
-                raise UsageError(f"--text {path}: no file in it is text of the kinds {', '.join(SUFFIXES)}; name files of other kinds")
-            found += below
+            found += _documents_below(path, left_out)
         else:
             found.append(Document(path.name, _text_of(path)))
     documents, duplicates = without_duplicates(found)
-    return Corpus(documents=documents, facts={"source": "files named with --text", "duplicates_left_out": duplicates})
+    facts: dict[str, object] = {"source": "files named with --text", "duplicates_left_out": duplicates}
+    return Corpus(documents=documents, facts=facts | _left_out_fact(left_out))
+
+
+def _documents_below(folder: Path, left_out: Counter[str]) -> list[Document]:
+    here: Counter[str] = Counter()
+    found = [Document(f"{folder.name}/{name}", text) for name, text in _texts_below(folder, here)]
+    if not found:
+        why = f" ({left_out_line(+here)})" if +here else ""
+        raise UsageError(f"--text {folder}: no file in it is text of the kinds {', '.join(SUFFIXES)}{why}; name files of other kinds")
+    left_out.update(here)
+    return found
+
+
+def _left_out_fact(left_out: Counter[str]) -> dict[str, object]:
+    return {"left_out": dict(sorted((+left_out).items()))} if +left_out else {}
 
 
 def without_duplicates(documents: Iterable[Document]) -> tuple[list[Document], int]:
@@ -119,79 +132,68 @@ def without_duplicates(documents: Iterable[Document]) -> tuple[list[Document], i
     return kept, dropped
 
 
-def split(documents: Sequence[Document], fraction: float = HELDOUT_FRACTION) -> Split:
-    """Hold out about ``fraction`` of the files, chosen by a hash of the name: the choice stays when other files come or go.
-
-    A held-out file that shares more than half of its longer lines with training files goes to these. At least one file is held out.
-    Raises UsageError if there are fewer than two.
-    """
-    if len(documents) < 2:
-        raise UsageError(f"a corpus of {len(documents)} text files: at least 2 are needed, to train on one and hold out another")
-    chosen = {document.name for document in documents if _hash_fraction(document.name) < fraction}
-    if not chosen or len(chosen) == len(documents):
-        chosen = {min(documents, key=lambda document: _hash_fraction(document.name)).name}
-    train_lines = {line for document in documents if document.name not in chosen for line in _long_lines(document.text)}
-    shared = {document.name for document in documents if document.name in chosen and _shared(document.text, train_lines) > MAX_SHARED_LINES}
-    heldout = chosen - shared or chosen  # of a corpus of copies something is held out all the same
-    return Split(
-        train=[document for document in documents if document.name not in heldout],
-        heldout=[document for document in documents if document.name in heldout],
-        moved=sorted(chosen - heldout),
-    )
+def left_out_line(counts: Mapping[str, int]) -> str:
+    """Return how many files were left out and why: "23 files left out: 21 not UTF-8, 1 empty, 1 no regular file"."""
+    total = sum(counts.values())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    return f"{total} file{'s' if total > 1 else ''} left out: {reasons}"
 
 
-def _hash_fraction(name: str) -> float:
-    # A file's name may hold bytes that are no UTF-8; Python spells them as lone surrogates.
-    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8]) / 2**64
+def _texts_below(folder: Path, left_out: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yield (path within the folder, text), sorted; what of the right kind cannot be read as text is counted in ``left_out``."""
+    for path in _paths_below(folder, left_out):
+        try:
+            yield path.relative_to(folder).as_posix(), _text_of(path)
+        except NotTextError as error:
+            left_out[error.reason] += 1
 
 
-def _long_lines(text: str) -> Iterator[str]:
-    return (stripped for line in text.splitlines() if len(stripped := line.strip()) >= MIN_LINE)
+def _paths_below(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
+    """Yield the files of the right kind, sorted; those in data folders and of Python's build are counted in ``left_out``, as links are."""
+    for parent, folders, files in os.walk(folder, onerror=lambda _error: left_out.update(["unreadable"])):
+        if holds_data(files):  # what is held out there must not be trained on here
+            left_out[IN_DATA] += _n_files_below(Path(parent))
+            folders.clear()
+            continue
+        linked = {name for name in folders if Path(parent, name).is_symlink()}
+        skipped = {name for name in folders if _is_skipped(name)} - linked
+        left_out[LINKED] += len(linked)
+        left_out[SKIPPED] += sum(_n_files_below(Path(parent, name)) for name in skipped)
+        folders[:] = sorted(set(folders) - linked - skipped)
+        for name in sorted(name for name in files if name.endswith(SUFFIXES)):
+            if _is_skipped(name):
+                left_out[SKIPPED] += 1
+            else:
+                yield Path(parent, name)
 
 
-def _shared(text: str, lines: set[str]) -> float:
-    own = list(_long_lines(text))
-    return sum(line in lines for line in own) / len(own) if own else 0.0
+def _is_skipped(name: str) -> bool:
+    return name in SKIPPED_FOLDERS or name.startswith(SKIPPED_PREFIXES)
 
 
-def _texts_below(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (path within the folder, text), sorted; what cannot be read as text is no text."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(SKIPPED_PREFIXES))
-        for name in sorted(files):
-            path = Path(parent, name)
-            if name.endswith(SUFFIXES) and not name.startswith(SKIPPED_PREFIXES) and path.is_file():
-                text = _decoded(path)
-                if text:
-                    yield path.relative_to(folder).as_posix(), text
-
-
-def _decoded(path: Path) -> str | None:
-    """Return the text of a file, None if it is none: the library's tests hold files in every encoding and with broken ones."""
-    try:
-        text = _text_of(path)
-    except UsageError:
-        return None
-    return text
+def _n_files_below(folder: Path) -> int:
+    return sum(name.endswith(SUFFIXES) for _parent, _folders, files in os.walk(folder) for name in files)
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a file. Raises UsageError for what is none: a pipe or device, too much, other encodings, NUL, nothing."""
+    """Return the text of a file. Raises NotTextError for what is none: a pipe or device, too much, other encodings, NUL, nothing."""
     try:
         size = path.stat().st_size
         if not path.is_file():  # a pipe or a device may have no end
-            raise UsageError(f"--text {path}: is no regular file; write its text to one first")
+            raise NotTextError(f"--text {path}: is no regular file; write its text to one first", reason="no regular file")
         if size > MAX_FILE_BYTES:
-            raise UsageError(f"--text {path}: has {size} bytes, {MAX_FILE_BYTES} at most are read; take a part of it")
+            message = f"--text {path}: has {size} bytes, {MAX_FILE_BYTES} at most are read; take a part of it"
+            raise NotTextError(message, reason="too large")
         text = path.read_bytes().decode()
     except OSError as error:
-        raise UsageError(f"--text {path}: cannot be read: {error.strerror or error}") from error
+        raise NotTextError(f"--text {path}: cannot be read: {error.strerror or error}", reason="unreadable") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--text {path}: is no UTF-8 text (byte {error.start}); convert it, or leave it out") from error
+        message = f"--text {path}: is no UTF-8 text (byte {error.start}); convert it, or leave it out"
+        raise NotTextError(message, reason="not UTF-8") from error
     if "\0" in text:
-        raise UsageError(f"--text {path}: is no text, character {text.index(chr(0))} is NUL; leave it out")
+        raise NotTextError(f"--text {path}: is no text, character {text.index(chr(0))} is NUL; leave it out", reason="with NUL")
     if not text:
-        raise UsageError(f"--text {path}: is empty; leave it out")
+        raise NotTextError(f"--text {path}: is empty; leave it out", reason="empty")
     return text
 
 
@@ -199,8 +201,9 @@ def _pydoc_topics(folder: Path) -> list[Document]:
     """Return what ``help("topics")`` shows, one document a topic; the file is parsed, not run."""
     import ast
 
-    source = _decoded(folder / TOPICS_FILE)
-    if source is None:
+    try:
+        source = _text_of(folder / TOPICS_FILE)
+    except NotTextError:
         return []
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetriage.errors import UsageError
-from moetriage.train.data_build import FORMAT, MANIFEST
-from moetriage.train.files import damaged, read_object
-from moetriage.train.model_config import MAX_VOCAB
+from moetriage.train.data_folder import MANIFEST, read_manifest
+from moetriage.train.files import damaged
 from moetriage.train.shards import TokenStream, verify
 
 _AGAIN = "build the data again"
@@ -79,32 +78,11 @@ def open_data(folder: Path) -> Data:
     path = folder / MANIFEST
     if not path.exists():
         raise UsageError(f"{folder}: no data there ({MANIFEST} is missing); moetriage data build {folder} makes some")
-    manifest = read_object(path, hint=_AGAIN)
-    if manifest.get("format") != FORMAT:
-        raise UsageError(f"{path}: is not in format {FORMAT}, the one this version reads; {_AGAIN}")
+    manifest = read_manifest(folder, hint=_AGAIN)
     with damaged(path, hint=_AGAIN):
-        _check_manifest(manifest)
         data = Data(folder, manifest)
         assert len(data.train) + len(data.heldout) >= 0  # opens the shards, which raises where one is damaged
     return data
-
-
-def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Raise UsageError, or what ``damaged`` takes for one, if the manifest lacks what is read later."""
-    vocab_size = manifest["vocab_size"]
-    if type(vocab_size) is not int or not 1 <= vocab_size <= MAX_VOCAB:
-        raise ValueError(f"vocab_size {vocab_size!r} is no number from 1 to {MAX_VOCAB}")
-    files = [manifest["tokenizer"], manifest["heldout"]["text"], *manifest["train"]["shards"], *manifest["heldout"]["shards"]]
-    for file in files:
-        name, _ = file["file"], bytes.fromhex(file["sha256"])
-        if Path(name).name != name:
-            raise ValueError(f"{name!r} is no name of a file in the folder")
-    for part in ("train", "heldout"):
-        for shard in manifest[part]["shards"]:
-            if type(shard["tokens"]) is not int or shard["tokens"] < 0:
-                raise ValueError(f"{shard['file']} has {shard['tokens']!r} tokens")
-    if not manifest["heldout"]["bytes"] > 0:
-        raise ValueError("no text is held out")
 
 
 @dataclass(frozen=True, kw_only=True)
