@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,21 @@ def test_a_study_runs_reports_and_goes_on(command: Command, data: Path, tmp_path
     assert command("study", "run", data, out, "--preset", "smoke", "--threads", "1", "--no-plots").code == 0
     assert json.loads(removed.read_text())["final"] == before["final"]
     assert {path: path.stat().st_mtime_ns for path in cells if path != removed} == {p: t for p, t in cells.items() if p != removed}
+
+
+def test_without_matplotlib_there_is_a_report_without_pictures_unless_they_were_asked_for(
+    command: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    few = ("--preset", "smoke", "--threads", "1", "--condition", "top1@1.25", "--seeds", "1")
+    asked = command("study", "run", data, tmp_path / "out", *few, "--plots")
+    assert (asked.code, len(asked.errors)) == (2, 1)
+    assert "moetriage[plot]" in asked.err
+    result = command("study", "run", data, tmp_path / "out", *few)
+    assert result.code == 0
+    assert "no pictures: " in result.err
+    assert (tmp_path / "out/report.md").exists()
 
 
 @pytest.mark.slow

@@ -131,11 +131,11 @@ def test_a_stopped_study_goes_on_where_it_was(data: Path, tmp_path: Path, monkey
     with pytest.raises(StoppedError):
         run_study(SMALL, data, tmp_path / "out", ONE)
     monkeypatch.setattr(run_module, "run_cell", lambda *arguments: ran.append(arguments[1].name) or run_cell(*arguments))
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[int, int, list[str]]] = []
     folder = run_study(SMALL, data, tmp_path / "out", ONE, lambda *counts: steps.append(counts))
     assert ran == [cell.name for cell in SMALL.cells]
-    assert steps[0] == (8, 16)
-    assert steps[-1] == (16, 16)
+    assert steps[0] == (8, 16, [])
+    assert steps[-1] == (16, 16, [SMALL.cells[-1].name])
     whole = run_study(SMALL, data, tmp_path / "whole", ONE)
     assert [without_times(cell) for cell in folder.results(SMALL)] == [without_times(cell) for cell in whole.results(SMALL)]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from study.cells import SPEC, all_results, cell_of, result
 
 from moetriage.study.reference import FIGURES, Figure, compare
 from moetriage.study.report import as_json, markdown
+from moetriage.study.spec import StudySpec, full, named, smoke
 from moetriage.study.summary import METRICS, summarise
 
 SUMMARY = summarise(SPEC, 0.04, all_results())
@@ -68,8 +70,28 @@ def test_missing_cells_are_named_and_their_figures_are_not_made_up() -> None:
 
 
 def test_no_result_at_all_can_be_reported() -> None:
-    text = markdown(summarise(SPEC, 0.04, []))
+    text = markdown(summarise(full(), 0.04, []))
     assert "9 not measured" in text
+    assert "In short" not in text
+
+
+@pytest.mark.parametrize("other", [smoke(), full(load_balance_weight=0.01), replace(full(), steps=499)])
+def test_a_study_of_other_settings_is_not_judged_by_the_document(other: StudySpec) -> None:
+    text = markdown(summarise(replace(other, seeds=(0, 1)), 0.04, all_results()))
+    assert "its figures are not set beside them" in text
+    assert "agree" not in text
+
+
+def test_fewer_conditions_other_seeds_and_precision_leave_a_study_comparable() -> None:
+    assert full(conditions=named(["capsel2@1.25"]), seeds=(7, 8), precision="bf16").comparable
+
+
+def test_the_report_begins_with_what_the_document_compares() -> None:
+    paragraph = markdown(SUMMARY).split("\n\n")[1]
+    assert paragraph == (
+        "In short: capsel2@1.25 leaves 10.55 % of token visits without an expert, fixed-top2@1.25 13.50 % (CapSel-2 is better in 1 of 2 "
+        "seeds), with -1.5 % requested slots. Its held-out loss differs by -0.0200 (better in 2 of 2 seeds)."
+    )
 
 
 FIGURE = Figure(key="x", text="x", value=-0.10, signed=True)
@@ -92,9 +114,14 @@ def test_verdicts_follow_the_rule(figure: Figure, mean: float | None, std: float
     assert compare(figure, mean, std).verdict == verdict
 
 
+#: The document's settings, with numbers made up.
+FULL = full(seeds=(0, 1))
+
+
 def test_each_figure_of_the_document_is_beside_ours() -> None:
-    assert [row["key"] for row in SUMMARY["reference"]] == [figure.key for figure in FIGURES]
-    text = markdown(SUMMARY)
+    summary = summarise(FULL, 0.04, all_results(FULL))
+    assert [row["key"] for row in summary["reference"]] == [figure.key for figure in FIGURES]
+    text = markdown(summary)
     assert "| token visits without an expert, fixed top-2 | 13.84 % | 13.50 % ± 0.50 | agrees |" in text
     assert "| share of seeds without a gain in coverage | 33 % | 50 % | disagrees |" in text
 

@@ -15,6 +15,7 @@ from moetriage.types import MIB
 
 #: Tables that go to a file or a pipe are not folded to the 80 columns that would be assumed there.
 _FILE_WIDTH = 140
+_NAME_WIDTH = 24
 
 
 def note(text: str) -> None:
@@ -50,7 +51,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        # Names stay whole, unless one is a text of its own.
+        whole = index == 0 and all(len(row[0]) <= _NAME_WIDTH for row in rows)
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*row)
     _console().print(table)

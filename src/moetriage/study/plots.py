@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from moetriage.errors import UsageError
-from moetriage.study.spec import StudySpec
+from moetriage.study.spec import BASELINE, CORE, EXTRA, Condition, StudySpec
 from moetriage.study.summary import CAPSEL, METRICS, summarise
 from moetriage.train.files import write_whole
 
 Row = dict[str, Any]
 Cells = dict[str, list[Row]]
 
-# Okabe and Ito's colours, which people with colour blindness can tell apart; what is no core condition is dashed.
-_COLOURS = ("#999999", "#56B4E9", "#E69F00", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#E69F00")
+# Okabe and Ito's colours, which people with colour blindness can tell apart, and two darker ones; markers tell them apart, too.
+_COLOURS = ("#999999", "#56B4E9", "#E69F00", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#000000", "#7B4F2A", "#A89B00")
+_MARKERS = "os^DvPX*<>"
 _QUANTILE_NAMES = ("5 %", "25 %", "median", "75 %", "95 %")
 
 
@@ -39,19 +40,25 @@ def draw(spec: StudySpec, threshold: float, cells: Sequence[Row], folder: Path) 
     groups = {name: group for name, group in groups.items() if group}
     if not groups:
         return []
-    styles = {c.name: {"color": _COLOURS[i % len(_COLOURS)], "linestyle": "-" if c.core else "--"} for i, c in enumerate(spec.conditions)}
+    styles = {c.name: _style(c) for c in spec.conditions}
     conditions = summarise(spec, threshold, cells)["conditions"]
     conditions = [condition for condition in conditions if condition["seeds"]]
     pictures: dict[str, Callable[[Any], None]] = {
         "coverage_by_layer.svg": lambda axes: _by_layer(axes, conditions, styles),
-        "coverage_over_training.svg": lambda axes: _over_training(axes, conditions, styles, "uncovered_fraction"),
-        "uncertain_over_training.svg": lambda axes: _over_training(axes, conditions, styles, "uncertain_fraction"),
+        "coverage_over_training.svg": lambda axes: _over_training(axes, groups, styles, "uncovered_fraction"),
+        "uncertain_over_training.svg": lambda axes: _over_training(axes, groups, styles, "uncertain_fraction"),
         "slots_against_coverage.svg": lambda axes: _slots(axes, groups, styles),
         "threshold_against_margins.svg": lambda axes: _margins(axes, groups, threshold),
     }
     for name, paint in pictures.items():
         _save(paint, folder / name)
     return list(pictures)
+
+
+def _style(condition: Condition) -> dict[str, Any]:
+    """Return what a condition's line looks like, the same in every picture and study; what is no core condition is dashed."""
+    number = (CORE + EXTRA).index(condition)
+    return {"color": _COLOURS[number], "marker": _MARKERS[number], "linestyle": "-" if condition.core else "--"}
 
 
 def _save(paint: Callable[[Any], None], path: Path) -> None:
@@ -64,6 +71,7 @@ def _save(paint: Callable[[Any], None], path: Path) -> None:
         axes = figure.subplots()
         paint(axes)
         axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=8, handlelength=4)
         picture = io.BytesIO()
         figure.savefig(picture, format="svg", metadata={"Date": None})
     write_whole(path, picture.getvalue())
@@ -77,27 +85,32 @@ def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
 def _by_layer(axes: Any, conditions: Sequence[Row], styles: dict[str, Any]) -> None:
     for condition in conditions:
         shares = [100 * share for share in condition["uncovered_fraction_by_layer"]]
-        axes.plot(range(len(shares)), shares, marker="o", label=condition["name"], **styles[condition["name"]])
+        axes.plot(range(len(shares)), shares, label=condition["name"], **styles[condition["name"]])
     axes.set(xlabel="layer", ylabel="token visits without an expert, % (held-out, mean over seeds)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title("Which layers leave tokens without an expert?")
-    axes.legend(fontsize=8)
 
 
 _CURVES = {
-    "uncovered_fraction": ("token visits without an expert", "How coverage develops"),
-    "uncertain_fraction": ("uncertain token visits", "How many tokens are uncertain?"),
+    "uncovered_fraction": ("token visits without an expert", "How coverage develops in training (line: mean, shade: range of seeds)"),
+    "uncertain_fraction": ("uncertain token visits", "How many tokens are uncertain in training? (line: mean, shade: range of seeds)"),
 }
 
 
-def _over_training(axes: Any, conditions: Sequence[Row], styles: dict[str, Any], quantity: str) -> None:
+def _over_training(axes: Any, groups: Cells, styles: dict[str, Any], quantity: str) -> None:
+    """Draw each condition's mean over seeds, and behind the two that the study is about the range of their seeds."""
     what, title = _CURVES[quantity]
-    for condition in conditions:
-        curves = condition["over_training"]
-        axes.plot(curves["step"], [100 * value for value in curves[quantity]], label=condition["name"], **styles[condition["name"]])
-    axes.set(xlabel="step", ylabel=f"{what}, % (training, mean over seeds)", ylim=(0, None))
+    highest = 0.0
+    for name, group in groups.items():
+        steps = group[0]["training"]["step"]
+        curves = [[100 * value for value in cell["training"][quantity]] for cell in group]
+        highest = max(highest, *(max(curve) for curve in curves))
+        axes.plot(steps, _mean(curves), label=name, markevery=0.1, markersize=5, **styles[name])
+        if name in (CAPSEL, BASELINE):
+            low, high = ([end(column) for column in zip(*curves, strict=True)] for end in (min, max))
+            axes.fill_between(steps, low, high, color=styles[name]["color"], alpha=0.12, linewidth=0)
+    axes.set(xlabel="step", ylabel=f"{what}, %", ylim=(-0.02 * highest, 1.05 * highest or 1))
     axes.set_title(title)
-    axes.legend(fontsize=8)
 
 
 def _slots(axes: Any, groups: Cells, styles: dict[str, Any]) -> None:
@@ -107,12 +120,9 @@ def _slots(axes: Any, groups: Cells, styles: dict[str, Any]) -> None:
         for kind, face in (("requested_slots", "none"), ("accepted_slots", colour)):
             slots = [_number(kind, cell) / cell["final"]["visits"] for cell in group]
             label = name if kind == "accepted_slots" else None
-            axes.scatter(
-                slots, uncovered, facecolors=face, edgecolors=colour, label=label, marker="o" if styles[name]["linestyle"] == "-" else "s"
-            )
+            axes.scatter(slots, uncovered, facecolors=face, edgecolors=colour, label=label, marker=styles[name]["marker"])
     axes.set(xlabel="slots a token visit: requested (hollow), accepted (filled)", ylabel="token visits without an expert, %")
     axes.set_title("What coverage costs (one mark a seed)")
-    axes.legend(fontsize=8)
 
 
 def _number(metric: str, cell: Row) -> float:
@@ -138,4 +148,3 @@ def _margins(axes: Any, groups: Cells, threshold: float) -> None:
         axes.plot(steps, _mean([cell["training"]["threshold"] for cell in online]), color="#D55E00", label="threshold of capsel2-online")
     axes.set(xlabel="step", ylabel="difference of the two best router probabilities", yscale="log")
     axes.set_title("Does the threshold still mean what it meant at the start?")
-    axes.legend(fontsize=8)

@@ -14,6 +14,7 @@ Verdict = Literal["agrees", "same direction, other size", "disagrees", "not meas
 SPREADS = 2.0
 #: The threshold is measured once, so it has no spread; this is how far off it may be.
 THRESHOLD_TOLERANCE = 0.1
+SOURCE = 'The document is "Reducing dropped tokens in a small MoE model", one GPU, three seeds; its code is gpt2-nano-moe on GitHub.'
 RULE = (
     f"A figure agrees if the document's lies within {SPREADS:g} population standard deviations (over our seeds) of our mean; the "
     f"threshold, which has no spread, if it is within {100 * THRESHOLD_TOLERANCE:g} %; a count of seeds if it is the same share. Where "

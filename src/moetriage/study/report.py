@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moetriage.study.reference import RULE
+from moetriage.study.reference import RULE, SOURCE
 from moetriage.study.spec import BASELINE
+from moetriage.study.summary import CAPSEL
 
 Row = dict[str, Any]
 
@@ -26,13 +27,17 @@ _CAVEATS = (
 )
 
 
+_INCOMPARABLE = "This study has other settings than the document's, so its figures are not set beside them; `--preset full` has the same."
+
+
 def markdown(summary: Row, *, plots: Sequence[str] = ()) -> str:
     """Return the report. plots: names of pictures that lie beside it."""
     parts = [
         "# Admission policies under one capacity: the matched study",
+        *_in_short(summary),
         _design(summary),
         "## Coverage and slots",
-        "Mean ± population standard deviation over seeds, on held-out text with the policy's own drops.",
+        "Mean ± population standard deviation over seeds, on held-out text with the policy's own drops. Bold: the document's conditions.",
         coverage_table(summary).markdown(),
         "## Slots by pass",
         _by_condition(summary, _PASSES).markdown(),
@@ -45,9 +50,8 @@ def markdown(summary: Row, *, plots: Sequence[str] = ()) -> str:
         "Same initialisation, same batches; a negative number is better than the baseline.",
         Table(("condition", "quantity", "per seed", "mean", "better in"), _paired_rows(summary)).markdown(),
         "## Beside the document",
-        RULE,
-        reference_table(summary).markdown(),
-        _tally(summary),
+        SOURCE,
+        *((RULE, reference_table(summary).markdown(), _tally(summary)) if summary["comparable"] else (_INCOMPARABLE,)),
         "## How to read it",
         *(f"- {caveat}" for caveat in _CAVEATS),
         *(f"![{name}]({name})" for name in plots),
@@ -74,6 +78,27 @@ def coverage_table(summary: Row) -> Table:
     """Return coverage and slots of each condition, and the bound."""
     table = _by_condition(summary, _COVERAGE)
     return Table(table.titles, [*table.rows, *_bounds(summary)])
+
+
+def short_table(summary: Row) -> Table:
+    """Return what fits a terminal: coverage, slots and loss of each condition."""
+    table = _by_condition(summary, _SHORT)
+    return Table(table.titles, [[text.strip("*") for text in row] for row in table.rows])
+
+
+def _in_short(summary: Row) -> list[str]:
+    """Return one paragraph: what the document compares, here."""
+    paired = summary["paired"].get(CAPSEL)
+    if paired is None:
+        return []
+    ours, theirs = (next(c["metrics"] for c in summary["conditions"] if c["name"] == name) for name in (CAPSEL, BASELINE))
+    better = {name: f"{sum(value < 0 for value in paired[name])} of {len(paired[name])} seeds" for name in ("uncovered_fraction", "loss")}
+    return [
+        f"In short: {CAPSEL} leaves {100 * ours['uncovered_fraction']['mean']:.2f} % of token visits without an expert, {BASELINE} "
+        f"{100 * theirs['uncovered_fraction']['mean']:.2f} % (CapSel-2 is better in {better['uncovered_fraction']}), with "
+        f"{100 * (ours['requested_slots']['mean'] / theirs['requested_slots']['mean'] - 1):+.1f} % requested slots. Its held-out loss "
+        f"differs by {statistics.fmean(paired['loss']):+.4f} (better in {better['loss']})."
+    ]
 
 
 def _training_table(summary: Row) -> Table:
@@ -112,6 +137,8 @@ _COVERAGE: tuple[_Column, ...] = (
     ("rescued, % of rejected", "rescue_fraction", 100, 2),
     ("uncertain, %", "uncertain_fraction", 100, 2),
 )
+#: For a terminal.
+_SHORT: tuple[_Column, ...] = (_COVERAGE[0], _COVERAGE[2], _COVERAGE[4], _COVERAGE[5], ("loss, own drops", "loss", 1, 4))
 _PASSES: tuple[_Column, ...] = tuple(
     (f"{name}, {kind}", f"{kind}_{name}", 1.0, 0) for name in ("primary", "rescue", "optional") for kind in ("requested", "accepted")
 )
@@ -184,10 +211,13 @@ def _paired_rows(summary: Row) -> list[tuple[str, ...]]:
     return rows
 
 
+_OF_SEVERAL = {"agrees": "agree", "disagrees": "disagree"}
+
+
 def _tally(summary: Row) -> str:
     verdicts = [row["verdict"] for row in summary["reference"]]
-    counts = [f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts)]
-    return f"Of {len(verdicts)} figures: {'; '.join(counts)}."
+    counts = [f"{verdicts.count(kind)} {_OF_SEVERAL.get(kind, kind)}" for kind in dict.fromkeys(verdicts)]
+    return f"Of {len(verdicts)} figures: {', '.join(counts)}."
 
 
 def _environment(environment: Row) -> str:

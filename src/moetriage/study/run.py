@@ -23,13 +23,13 @@ from moetriage.study.setting import Resources, Setting
 from moetriage.study.spec import Cell, StudySpec
 from moetriage.train.files import sole_writer
 
-#: Called with steps done and in total.
-Progress = Callable[[int, int], None]
+#: Called with steps done, steps in total, and the names of the cells that run.
+Progress = Callable[[int, int, Sequence[str]], None]
 _POLL_SECONDS = 0.5
 
 
 def run_study(
-    spec: StudySpec, data: Path, out: Path, resources: Resources | None = None, progress: Progress = lambda _done, _total: None
+    spec: StudySpec, data: Path, out: Path, resources: Resources | None = None, progress: Progress = lambda _done, _total, _running: None
 ) -> StudyFolder:
     """Run the cells that ``out`` does not have yet and return the folder.
 
@@ -61,11 +61,11 @@ class _Bar:
         self._total = len(spec.cells) * spec.steps
         self._before = self._total - missing * spec.steps
         self._progress = progress
-        self.show(0)
+        self.show(0, [])
 
-    def show(self, steps: int) -> None:
-        """Show that this run has done so many steps."""
-        self._progress(self._before + steps, self._total)
+    def show(self, steps: int, running: Sequence[Cell]) -> None:
+        """Show that this run has done so many steps and is at these cells."""
+        self._progress(self._before + steps, self._total, [cell.name for cell in running])
 
 
 def _run_here(setting: Setting, cells: Sequence[Cell], threshold: float, folder: StudyFolder, bar: _Bar) -> None:
@@ -74,7 +74,7 @@ def _run_here(setting: Setting, cells: Sequence[Cell], threshold: float, folder:
     def step() -> None:
         nonlocal done
         done += 1
-        bar.show(done)
+        bar.show(done, [cell])
 
     for cell in cells:
         folder.add(cell, run_cell(setting, cell, threshold, step))
@@ -94,7 +94,7 @@ def _run_in_processes(setting: Setting, cells: Sequence[Cell], threshold: float,
                 running.remove(worker)
                 worker.check()
                 finished += setting.spec.steps
-            bar.show(finished + sum(worker.steps.value for worker in running))
+            bar.show(finished + sum(worker.steps.value for worker in running), [worker.cell for worker in running])
 
 
 class _Worker:

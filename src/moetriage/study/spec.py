@@ -109,6 +109,12 @@ class StudySpec:
             raise UsageError("a study needs at least one condition and one seed")
 
     @property
+    def comparable(self) -> bool:
+        """Say whether results may stand beside the document's: other conditions, seeds and precision may, other sizes may not."""
+        free = {"preset": "full", "conditions": self.conditions, "seeds": self.seeds, "precision": self.precision}
+        return dataclasses.replace(self, preset="full") == full(**free)
+
+    @property
     def cells(self) -> list[Cell]:
         """Return the runs in the order they are made: the document's conditions first, seed by seed, then the extra ones."""
         cells = [Cell(condition=condition, seed=seed) for seed in self.seeds for condition in self.conditions]

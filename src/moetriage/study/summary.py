@@ -51,6 +51,7 @@ def summarise(spec: StudySpec, threshold: float, cells: Sequence[Row]) -> Row:
         "environments": _distinct([cell["environment"] for cell in cells]),
         "conditions": [_condition(condition, by_condition[condition.name]) for condition in spec.conditions],
         "paired": _paired(spec, found),
+        "comparable": spec.comparable,
         "reference": _reference(threshold, by_condition, spec, found),
     }
 
