@@ -56,7 +56,8 @@ def test_people_get_a_table_and_the_next_step(command: Command, texts: Path, tmp
         (("--hf-dataset", "a/b", "--max-mb", "0"), "--max-mb 0: must be at least 1"),
         (("--text", "TEXTS", "--vocab-size", "100"), "--vocab-size 100: must be 257"),
         (("--text", "TEXTS", "--vocab-size", "60000"), "corpus too small"),
-        (("--text", "TEXTS/0.txt"), "a corpus of 1 text files: at least 2"),
+        (("--text", "TEXTS/0.txt"), "corpus too small"),
+        (("TEXTS/0.txt",), "TEXTS/0.txt: a second folder to write? Texts follow --text"),
         (("--text", "TEXTS/0.txt", "--text", "TEXTS/1.txt"), "corpus too small"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -66,8 +67,17 @@ def test_what_is_wrong_is_one_line(arguments: tuple[str, ...], message: str, com
     result = command("data", "build", out, *(argument.replace("TEXTS", str(texts)) for argument in arguments))
     assert result.code == 2
     assert len(result.errors) == 1
-    assert message in result.err
+    assert message.replace("TEXTS", str(texts)) in result.err
     assert not out.exists()
+
+
+def test_one_option_takes_several_texts_and_folders_may_hold_markdown(command: Command, texts: Path, tmp_path: Path) -> None:
+    (texts / "1.txt").rename(texts / "1.md")
+    single = tmp_path / "single.txt"
+    single.write_text("a text of its own, in no folder\n")
+    result = command("data", "build", tmp_path / "data", "--text", texts, single, "--vocab-size", 300, "--json")
+    assert result.code == 0, result.err
+    assert result.json["train_files"] + result.json["heldout_files"] == 41
 
 
 def test_existing_data_is_kept_unless_told_otherwise(command: Command, texts: Path, tmp_path: Path) -> None:

@@ -55,10 +55,26 @@ def test_of_two_files_one_is_held_out() -> None:
     assert len(parts.train) == len(parts.heldout) == 1
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_corpus_of_fewer_files_is_refused(count: int) -> None:
-    with pytest.raises(UsageError, match=f"a corpus of {count} text files: at least 2"):
-        split(some_documents(count))
+@pytest.mark.parametrize("text", ["".join(map(distinct_lines, range(9))), "one line without an end " * 90])
+def test_of_one_file_the_end_is_held_out(text: str) -> None:
+    parts = split([Document("input.txt", text)])
+    (train,), (heldout,) = parts.train, parts.heldout
+    assert train.text + heldout.text == text
+    assert 0.04 < len(heldout.text) / len(text) < 0.1
+    assert "\n" not in text or train.text.endswith("\n")
+    assert (train.name, heldout.name) == (f"input.txt[:{len(train.text)}]", f"input.txt[{len(train.text)}:]")
+    assert parts.copies == []
+
+
+def test_of_one_file_that_repeats_itself_the_end_is_a_near_copy() -> None:
+    parts = split([Document("input.txt", distinct_lines(1) * 40)])
+    assert parts.copies == [parts.heldout[0].name]
+
+
+@pytest.mark.parametrize("documents", [[], [Document("a.txt", "x")]])
+def test_what_cannot_be_divided_is_refused(documents: list[Document]) -> None:
+    with pytest.raises(UsageError, match="characters: too small to train on a part and hold out another"):
+        split(documents)
 
 
 def first_choice(documents: list[Document]) -> Document:

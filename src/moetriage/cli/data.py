@@ -31,9 +31,12 @@ def build(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            "--text", metavar="FILE", help="UTF-8 file, or folder of .py, .rst and .txt files; may be repeated (default: Python's library)."
+            "--text",
+            metavar="FILE [FILE]...",
+            help="UTF-8 files, or folders of .py, .rst, .txt and .md files, 100 kB in all at least (default: Python's library).",
         ),
     ] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="More of --text.", show_default=False)] = None,
     hf_dataset: Annotated[
         str | None, typer.Option("--hf-dataset", metavar="NAME[:CONFIG]", help="Hugging Face dataset to read the texts from (network).")
     ] = None,
@@ -52,7 +55,7 @@ def build(
     from moetriage.train.data_build import build as build_data
 
     with terminal.spinner("reading texts") as update:
-        corpus = _corpus(text, hf_dataset, max_mb)
+        corpus = _corpus(_texts(text, more), hf_dataset, max_mb)
         manifest = build_data(corpus, out, vocab_size=vocab_size, force=force, progress=update)
     for line in _warnings(manifest):
         terminal.note(line)
@@ -61,6 +64,12 @@ def build(
         return
     terminal.print_facts(_facts(manifest))
     terminal.note(f"{out} is ready: moetriage train {out} RUN")
+
+
+def _texts(text: list[str] | None, more: list[str] | None) -> list[str] | None:
+    if more and not text:
+        raise UsageError(f"{more[0]}: a second folder to write? Texts follow --text")
+    return None if text is None else text + (more or [])
 
 
 def _corpus(text: list[str] | None, dataset: str | None, max_mb: int | None) -> Corpus:

@@ -17,8 +17,9 @@ from pathlib import Path
 from moetriage.errors import UsageError
 from moetriage.train.data_folder import holds_data
 
-#: What of the standard library is text to learn from.
-SUFFIXES = (".py", ".rst", ".txt")
+#: What of the standard library is text to learn from, and what of anybody's folder.
+LIBRARY_SUFFIXES = (".py", ".rst", ".txt")
+SUFFIXES = (*LIBRARY_SUFFIXES, ".md")
 #: Not part of the library, or written by the build of this one interpreter, with its folders in it.
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "lib-dynload", "site-packages"})
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
@@ -71,7 +72,9 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     left_out: Counter[str] = Counter()
-    found = [Document(name, text) for name, text in _texts_below(folder, left_out) if name != TOPICS_FILE] + _pydoc_topics(folder)
+    found = [
+        Document(name, text) for name, text in _texts_below(folder, left_out, LIBRARY_SUFFIXES) if name != TOPICS_FILE
+    ] + _pydoc_topics(folder)
     del left_out[SKIPPED]  # no part of the library
     documents, duplicates = without_duplicates(sorted(found, key=lambda document: document.name))
     in_tests = sum(document.n_bytes for document in documents if TEST_FOLDERS & set(document.name.split("/")[:-1]))
@@ -139,28 +142,28 @@ def left_out_line(counts: Mapping[str, int]) -> str:
     return f"{total} file{'s' if total > 1 else ''} left out: {reasons}"
 
 
-def _texts_below(folder: Path, left_out: Counter[str]) -> Iterator[tuple[str, str]]:
+def _texts_below(folder: Path, left_out: Counter[str], suffixes: tuple[str, ...] = SUFFIXES) -> Iterator[tuple[str, str]]:
     """Yield (path within the folder, text), sorted; what of the right kind cannot be read as text is counted in ``left_out``."""
-    for path in _paths_below(folder, left_out):
+    for path in _paths_below(folder, left_out, suffixes):
         try:
             yield path.relative_to(folder).as_posix(), _text_of(path)
         except NotTextError as error:
             left_out[error.reason] += 1
 
 
-def _paths_below(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
+def _paths_below(folder: Path, left_out: Counter[str], suffixes: tuple[str, ...]) -> Iterator[Path]:
     """Yield the files of the right kind, sorted; those in data folders and of Python's build are counted in ``left_out``, as links are."""
     for parent, folders, files in os.walk(folder, onerror=lambda _error: left_out.update(["unreadable"])):
         if holds_data(files):  # what is held out there must not be trained on here
-            left_out[IN_DATA] += _n_files_below(Path(parent))
+            left_out[IN_DATA] += _n_files_below(Path(parent), suffixes)
             folders.clear()
             continue
         linked = {name for name in folders if Path(parent, name).is_symlink()}
         skipped = {name for name in folders if _is_skipped(name)} - linked
         left_out[LINKED] += len(linked)
-        left_out[SKIPPED] += sum(_n_files_below(Path(parent, name)) for name in skipped)
+        left_out[SKIPPED] += sum(_n_files_below(Path(parent, name), suffixes) for name in skipped)
         folders[:] = sorted(set(folders) - linked - skipped)
-        for name in sorted(name for name in files if name.endswith(SUFFIXES)):
+        for name in sorted(name for name in files if name.endswith(suffixes)):
             if _is_skipped(name):
                 left_out[SKIPPED] += 1
             else:
@@ -171,8 +174,8 @@ def _is_skipped(name: str) -> bool:
     return name in SKIPPED_FOLDERS or name.startswith(SKIPPED_PREFIXES)
 
 
-def _n_files_below(folder: Path) -> int:
-    return sum(name.endswith(SUFFIXES) for _parent, _folders, files in os.walk(folder) for name in files)
+def _n_files_below(folder: Path, suffixes: tuple[str, ...]) -> int:
+    return sum(name.endswith(suffixes) for _parent, _folders, files in os.walk(folder) for name in files)
 
 
 def _text_of(path: Path) -> str:

@@ -17,6 +17,8 @@ from moetriage.train.corpus import Document
 HELDOUT_FRACTION = 0.02
 #: Where the chosen files have less than this part of the bytes that the fraction stands for, the next ones are tried.
 LEAST_PART = 0.25
+#: Of a corpus of one file, this share at its end.
+END_FRACTION = 0.05
 #: Files that would make more than this share of all bytes held out are trained on instead.
 MAX_HELDOUT_BYTES = 0.5
 #: A held-out file of which more than this share of the lines is in the training texts would measure memory: it is trained on instead.
@@ -43,11 +45,11 @@ def split(documents: Sequence[Document], fraction: float = HELDOUT_FRACTION) -> 
     """Hold out about ``fraction`` of the files, chosen by a hash of the name: the choice stays when other files come or go.
 
     A chosen file that shares more than half of its longer lines with training files goes to these. Where too little is left, the next files
-    by hash are taken. Never more than half of the bytes are held out, and at least one file is. Raises UsageError if there are fewer than
-    two.
+    by hash are taken. Never more than half of the bytes are held out, and at least one file is. Of a single file the end is held out.
+    Raises UsageError if there is nothing to divide.
     """
     if len(documents) < 2:
-        raise UsageError(f"a corpus of {len(documents)} text files: at least 2 are needed, to train on one and hold out another")
+        return _divided(documents)
     n_bytes = sum(document.n_bytes for document in documents)
     order = sorted(documents, key=lambda document: _hash_fraction(document.name))
     choice = _Choice(documents, room=int(n_bytes * MAX_HELDOUT_BYTES))
@@ -100,6 +102,20 @@ class _Choice:
     def _shared(self, document: Document) -> float:
         own = _long_lines(document.text)
         return sum(self._trained[line] > 0 for line in own) / len(own) if own else 0.0
+
+
+def _divided(documents: Sequence[Document]) -> Split:
+    """Hold out the end of the only file, from a line's beginning where it has lines; the parts are named as slices of its characters."""
+    text = documents[0].text if documents else ""
+    wanted = int(len(text) * (1 - END_FRACTION))
+    cut = text.rfind("\n", 0, wanted) + 1 or wanted
+    if not 0 < cut < len(text):
+        raise UsageError(f"a corpus of {len(text)} characters: too small to train on a part and hold out another; give more text")
+    name = documents[0].name
+    train, heldout = Document(f"{name}[:{cut}]", text[:cut]), Document(f"{name}[{cut}:]", text[cut:])
+    known, own = set(_long_lines(train.text)), _long_lines(heldout.text)
+    shared = sum(line in known for line in own) > MAX_SHARED_LINES * len(own)
+    return Split(train=[train], heldout=[heldout], moved=[], copies=[heldout.name] if shared else [])
 
 
 def _hash_fraction(name: str) -> float:
