@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,33 @@ def test_what_exists_is_kept_without_force(command: Command, checkpoint: Callabl
     assert "exists already" in result.err
     assert not out.exists(), "nothing is written if one of both is refused"
     assert command("export", run, out, "--hf", hf, "--force").code == 0
+
+
+@pytest.mark.parametrize(("out", "hf"), [("x", "x"), ("x", "./y/../x"), ("x/m.gguf", "x")])
+def test_a_file_that_the_folder_would_replace_is_refused_before_anything_is_written(
+    out: str, hf: str, command: Command, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = checkpoint(tmp_path / "run")
+    (tmp_path / "y").mkdir()
+    if out != hf and out != "x":
+        assert command("export", run, "--hf", tmp_path / hf).code == 0
+    before = sorted(tmp_path.rglob("*"))
+    result = command("export", run, tmp_path / out, "--hf", f"{tmp_path}/{hf}", "--force")
+    assert (result.code, len(result.errors)) == (2, 1)
+    assert f"{out}: lies where --hf" in result.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_that_cannot_be_written_to_is_one_line_that_names_the_file(
+    command: Command, checkpoint: Callable[..., Path], tmp_path: Path, small_disk: Path
+) -> None:
+    if subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be made read-only here")
+    run = checkpoint(tmp_path / "run")
+    for target, named in (([small_disk / "m.gguf"], "m.gguf"), (["--hf", small_disk / "hf"], "hf")):
+        result = command("export", run, *target)
+        assert (result.code, len(result.errors)) == (2, 1)
+        assert f"{small_disk / named}: writing failed: Read-only file system" in result.err
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,13 @@ def test_too_little_space_is_found_before_writing(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
+def test_a_name_that_is_too_long_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    out = tmp_path / ("x" * 250)
+    with pytest.raises(UsageError) as caught:
+        write_model(out, "tiny-qwen3moe")
+    assert str(caught.value).startswith(f"{out}: writing failed")
+
+
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         if done > total // 2:

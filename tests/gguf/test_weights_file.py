@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +82,29 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         write_weights(out, KEYS, [weight(scale=2.0)], force=True)
     assert out.read_bytes() == before
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    target.write_text("x")
+    link.symlink_to(target)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    for name in ("pipe", "link", "dangling"):
+        for force in (False, True):
+            with pytest.raises(UsageError, match=f"{name}: is no regular file; name another"):
+                write_weights(tmp_path / name, KEYS, [weight()], force=force)
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "link", "pipe", "target"]
+
+
+@pytest.mark.parametrize(("length", "said"), [(250, "writing failed: File name too long"), (300, "cannot be written: File name too long")])
+def test_a_name_that_no_file_can_have_is_refused_by_its_own_name(length: int, said: str, tmp_path: Path) -> None:
+    out = tmp_path / ("x" * length)
+    with pytest.raises(UsageError) as caught:
+        write_weights(out, KEYS, [weight()])
+    assert str(caught.value).startswith(f"{out}: {said}")
 
 
 def test_an_existing_file_is_replaced_only_by_force(tmp_path: Path) -> None:

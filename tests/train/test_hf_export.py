@@ -69,9 +69,34 @@ def test_a_folder_is_replaced_only_by_force_and_only_if_it_is_a_model(tmp_path: 
     other = tmp_path / "photos"
     other.mkdir()
     (other / "holiday.jpg").write_text("x")
-    with pytest.raises(UsageError, match="is no exported model"):
+    with pytest.raises(UsageError, match=r"photos: holds holiday.jpg, which no export wrote, so --force does not replace it"):
         write_hf(trained, other, force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "photos"]
+
+
+def test_a_folder_that_holds_more_or_less_than_an_export_is_kept(tmp_path: Path) -> None:
+    trained = exporting.trained(exporting.model(CONFIG), TOKENIZER)
+    folder = tmp_path / "hf"
+    write_hf(trained, folder)
+
+    def refused(reason: str) -> None:
+        before = sorted(folder.iterdir())
+        with pytest.raises(UsageError, match=f"hf: {reason}, so --force does not replace it; choose another name"):
+            write_hf(trained, folder, force=True)
+        assert sorted(folder.iterdir()) == before
+
+    (folder / "thesis.tex").write_text("x")
+    refused("holds thesis.tex, which no export wrote")
+    (folder / "thesis.tex").unlink()
+    (folder / "tokenizer.json").unlink()
+    refused("has no tokenizer.json, as an export has")
+    (folder / "tokenizer.json").mkdir()
+    refused("holds tokenizer.json, which no export wrote")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="file: is no folder"):
+        write_hf(trained, tmp_path / "file", force=True)
+    with pytest.raises(UsageError, match="cannot be written: File name too long"):
+        write_hf(trained, tmp_path / ("x" * 300))
 
 
 def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ def export(
         check_target(out, force=force)
     if hf is not None:
         check_folder(hf, force=force)
+    if out is not None and hf is not None:
+        _check_apart(out, hf)
     with terminal.spinner(f"reading {checkpoint}") as update:
         trained = open_trained(checkpoint)
         written: dict[str, int] = {}
@@ -64,3 +66,10 @@ def export(
         terminal.note(f"{terminal.size(nbytes)} written")
     if out is not None:
         terminal.note(f"try it: moetriage run {out} -p 'def '")
+
+
+def _check_apart(out: Path, hf: Path) -> None:
+    """Raise UsageError if the GGUF file would be what the folder replaces, or lie in it."""
+    file, folder = out.resolve(), hf.resolve()
+    if folder in (file, *file.parents):
+        raise UsageError(f"{out}: lies where --hf {hf} would write; name another place for one of them")

@@ -6,6 +6,7 @@ are complete. What a shape is made of is said in ``shapes`` and ``architectures`
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -84,7 +85,8 @@ def write_model(
         raise UsageError(f"{out}: writing failed after {done} of {total} bytes: {error.strerror}; nothing was kept") from error
     finally:
         for path in temporary:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on a disk that cannot be written to it would hide what was wrong
+                path.unlink()
     return [file.path for file in files]
 
 

@@ -7,7 +7,9 @@ mean is up to the caller.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,17 +70,27 @@ def write_weights(out: Path, keys: dict[str, Value], weights: Sequence[Weight], 
     except OSError as error:
         raise UsageError(f"{out}: writing failed: {error.strerror or error}; nothing was kept") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a disk that cannot be written to it would hide what was wrong
+            temporary.unlink()
     return nbytes
 
 
 def check_target(out: Path, *, force: bool) -> None:
-    """Raise UsageError for a place that cannot be written to, before anything is computed for it."""
-    if not out.parent.is_dir():
-        raise UsageError(f"{out}: the folder {out.parent} does not exist")
-    if out.is_dir():
-        raise UsageError(f"{out}: is a directory; name a file in it")
-    if out.exists() and not force:
+    """Raise UsageError for a place that cannot be written to, before anything is computed for it. Only regular files are ever replaced."""
+    try:
+        if not out.parent.is_dir():
+            raise UsageError(f"{out}: the folder {out.parent} does not exist")
+        if out.is_dir():
+            raise UsageError(f"{out}: is a directory; name a file in it")
+        mode = out.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error.strerror or error}") from error
+    # A link is none either: what /dev/stdout leads to may be a file, and the link would be replaced.
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"{out}: is no regular file; name another")
+    if not force:
         raise UsageError(f"{out}: exists already; choose another name, or replace it with --force")
 
 

@@ -25,12 +25,15 @@ from moetriage.train.files import beside, remove_leftovers, replace_folder
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.tokenizer import END_OF_TEXT, END_OF_TEXT_ID
 
+#: All that an export's folder holds.
+_FILES = frozenset({"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"})
+
 
 def write_hf(trained: Trained, folder: Path, *, force: bool = False) -> int:
     """Write the folder and return the bytes of its files.
 
-    force: replace an existing folder. Raises UsageError for a model without such a layout and for a folder that exists already or cannot
-    be written; nothing is left behind then.
+    force: replace a folder that an export wrote. Raises UsageError for a model without such a layout and for a folder that exists already
+    or cannot be written; nothing is left behind then.
     """
     check_exportable(trained.config)
     check_folder(folder, force=force)
@@ -52,15 +55,30 @@ def write_hf(trained: Trained, folder: Path, *, force: bool = False) -> int:
 
 
 def check_folder(folder: Path, *, force: bool) -> None:
-    """Raise UsageError for a place that cannot be written to. Only folders that look like an export are ever replaced."""
-    if not folder.parent.is_dir():
-        raise UsageError(f"{folder}: the folder {folder.parent} does not exist")
-    if not folder.exists():
-        return
-    if not force:
-        raise UsageError(f"{folder}: exists already; choose another name, or replace it with --force")
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "config.json").exists()):
-        raise UsageError(f"{folder}: is no exported model, so --force does not replace it; choose another name")
+    """Raise UsageError for a place that cannot be written to. Only an export and nothing else, or an empty folder, is ever replaced."""
+    try:
+        if not folder.parent.is_dir():
+            raise UsageError(f"{folder}: the folder {folder.parent} does not exist")
+        if not folder.exists():
+            return
+        if not force:
+            raise UsageError(f"{folder}: exists already; choose another name, or replace it with --force")
+        reason = _not_ours(folder)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    if reason is not None:
+        raise UsageError(f"{folder}: {reason}, so --force does not replace it; choose another name")
+
+
+def _not_ours(folder: Path) -> str | None:
+    """Say what tells a folder from one that ``write_hf`` wrote, None if nothing does."""
+    if not folder.is_dir():
+        return "is no folder"
+    found = {path.name for path in folder.iterdir()}
+    for name in sorted(found):
+        if name not in _FILES or not (folder / name).is_file():
+            return f"holds {name}, which no export wrote"
+    return f"has no {min(_FILES - found)}, as an export has" if found and found != _FILES else None
 
 
 def _weights(trained: Trained) -> Iterator[tuple[str, Tensor]]:
