@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,25 @@ def test_the_newest_is_taken_and_the_oldest_goes(model: NanoMoE, tmp_path: Path)
         save(tmp_path, step, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000090", "checkpoint-00000100"]
     assert open_checkpoint(tmp_path).step == 100
+
+
+def test_a_copy_by_another_name_is_the_users(model: NanoMoE, tmp_path: Path) -> None:
+    first = save(tmp_path, 99_999_999, model)
+    copies = [tmp_path / f"checkpoint-{name}" for name in ("best", "99999999-mybackup", "1", "0099999999", "00000007 ", "\u0661" * 8)]
+    for copy in copies:
+        shutil.copytree(first, copy)
+    for step in (100_000_000, 100_000_001):
+        save(tmp_path, step, model)
+    assert open_checkpoint(tmp_path).step == 100_000_001
+    assert open_checkpoint(copies[0]).step == 99_999_999
+    own = [tmp_path / f"checkpoint-{step}" for step in (100_000_000, 100_000_001)]
+    assert sorted(tmp_path.iterdir()) == sorted([*copies, *own])
+
+
+def test_a_copy_under_a_name_of_the_runs_is_refused(model: NanoMoE, tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 5, model), tmp_path / "checkpoint-00000010")
+    with pytest.raises(UsageError, match="checkpoint-00000010: holds step 5, so it is a copy; name it otherwise"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_half_written_one_is_none(model: NanoMoE, tmp_path: Path) -> None:
@@ -189,6 +210,25 @@ def test_hostile_weights_are_one_line(content: bytes, model: NanoMoE, tmp_path: 
         load_model(open_checkpoint(folder))
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_diverged_are_loaded_nowhere(value: float, model: NanoMoE, tmp_path: Path) -> None:
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["model.norm.weight"][3] = value
+    save_checkpoint(tmp_path, 5, config=model.config, weights=weights, trainer_state={}, tokenizer=b"{}", about={})
+    for load in (load_model, lambda checkpoint: load_weights(model, checkpoint)):
+        with pytest.raises(UsageError, match=r"checkpoint-00000005: model.norm.weight holds NaN or inf: the training diverged; take an"):
+            load(open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pipe_is_not_waited_for(name: str, model: NanoMoE, tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, model)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(UsageError, match=f"{name}: the checkpoint is damaged .no regular file"):
+        load_model(open_checkpoint(folder))
 
 
 def test_weights_of_another_type_are_refused(model: NanoMoE, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ def without(name: str, state: dict[str, Any]) -> dict[str, Any]:
         (lambda state: {key: value[:1] if value.dim() else value for key, value in state.items()}, "does not fit the model"),
         (lambda state: state | {"optimizer.nobody|step": torch.zeros(())}, "optimizer.nobody.step is .* there and missing here"),
         (lambda state: {key: value.double() for key, value in state.items()}, "does not fit the model"),
+        (lambda state: state | {"rng": torch.full_like(state["rng"], 255)}, "is damaged: rng is none of torch's generator"),
+        (lambda state: {key: value * math.inf if "avg_sq" in key else value for key, value in state.items()}, "avg_sq holds NaN or inf"),
     ],
-    ids=["generator", "moments", "shapes", "more", "types"],
+    ids=["generator", "moments", "shapes", "more", "types", "no generator", "diverged"],
 )
 def test_a_state_that_is_not_the_models_is_refused(change: Any, message: str, data: Data, tmp_path: Path) -> None:
     """Without its moments a parameter would go on with another step, and nobody would notice."""
@@ -55,16 +58,21 @@ def test_a_state_that_is_not_the_models_is_refused(change: Any, message: str, da
     with pytest.raises(UsageError, match=message) as caught:
         fit(run, data)
     assert str(path.parent) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda about: about.update(step=99), "step 99 of another run"),
+        (lambda about: about.update(step=99), "holds step 99, so it is a copy"),
         (lambda about: about["model"]["moe"].update(load_balance_weight=0.5), "of another run"),
         (lambda about: about["about"].clear(), "'seconds' is missing"),
+        (lambda about: about["about"].update(seconds="nan"), "seconds 'nan' is no time that training took"),
+        (lambda about: about["about"].update(seconds=True), "seconds True is no time"),
+        (lambda about: about["about"].update(seconds=-1), "seconds -1 is no time"),
+        (lambda about: about["about"].update(seconds=10**400), "is damaged .*too large"),
     ],
-    ids=["step", "settings", "seconds"],
+    ids=["step", "settings", "seconds", "nan", "bool", "negative", "huge"],
 )
 def test_a_checkpoint_of_another_run_is_refused(change: Any, message: str, data: Data, tmp_path: Path) -> None:
     run = begin(tmp_path / "run", data, steps=1)
@@ -94,7 +102,19 @@ def test_damaged_settings_of_a_run_are_named(change: Any, message: str, data: Da
     assert str(tmp_path / "run" / "run.json") in str(caught.value)
 
 
-@pytest.mark.parametrize("line", [b"\xff\xfe", b"{}", b"[1]", b"[" * 100_000, b'{"step": "x"}', b'{"step": 1, "lo'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe",
+        b"{}",
+        b"[1]",
+        b"[" * 100_000,
+        b'{"step": "x"}',
+        b'{"step": 1, "lo',
+        b'{"step": 2, "loss": NaN}',
+        b'{"step": 2, "loss": 1e999}',
+    ],
+)
 def test_a_line_that_is_no_loss_ends_the_losses(line: bytes, data: Data, tmp_path: Path) -> None:
     run = begin(tmp_path / "run", data)
     run.write({"step": 1, "loss": 2.0})
@@ -116,6 +136,14 @@ def test_a_run_that_is_killed_while_it_begins_can_begin_again(data: Data, tmp_pa
     with pytest.raises(UsageError, match="No space left on device"):
         begin(tmp_path / "full", data)
     assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_a_checkpoint_of_more_steps_than_the_run_is_refused(data: Data, tmp_path: Path) -> None:
+    run = begin(tmp_path / "run", data, steps=2)
+    fit(run, data)
+    rewritten(run.path / "run.json", lambda content: content["train"].update(steps=1))
+    with pytest.raises(UsageError, match="step 2 of another run"):
+        fit(RunFolder.open(run.path), data)
 
 
 def test_two_processes_do_not_train_in_one_folder(data: Data, tmp_path: Path) -> None:

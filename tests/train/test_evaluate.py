@@ -13,6 +13,7 @@ from train.running import begin, make_data, small_model, train_config
 from moetriage.errors import UsageError
 from moetriage.train import loop
 from moetriage.train.baselines import gzip_bits_per_byte, trigram_bits_per_byte
+from moetriage.train.checkpoint import save_checkpoint
 from moetriage.train.data import Data
 from moetriage.train.evaluate import bits_per_byte, price_heldout, windows
 from moetriage.train.lm import NanoMoE
@@ -50,6 +51,26 @@ def test_bits_per_byte_are_the_tokens_nats(data: Data) -> None:
     assert logits is not None
     nats = -logits.log_softmax(-1)[0, torch.arange(32), row[0, 1:]].sum()
     assert bits_per_byte(model, ids, 50) == pytest.approx(float(nats.detach()) / 50 / math.log(2), rel=1e-5)
+
+
+def test_a_model_whose_loss_is_no_number_has_no_price(data: Data, tmp_path: Path) -> None:
+    """Its weights are finite, and what is computed from them is not."""
+    model = NanoMoE(small_model(moe={"check_finite": False}))
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").fill_(3e38)
+    with pytest.raises(UsageError, match=r"the held-out text costs (nan|inf) nats: the training diverged"):
+        bits_per_byte(model, data.heldout.read(0, 32), 50)
+    save_checkpoint(
+        tmp_path,
+        1,
+        config=model.config,
+        weights={name: tensor.clone() for name, tensor in model.state_dict().items()},
+        trainer_state={},
+        tokenizer=data.tokenizer_path.read_bytes(),
+        about={},
+    )
+    with pytest.raises(UsageError, match="checkpoint-00000001: the held-out text costs"):
+        price_heldout(tmp_path, data)
 
 
 def test_another_tokenizer_is_refused(data: Data, tmp_path: Path) -> None:

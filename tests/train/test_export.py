@@ -18,7 +18,7 @@ from moetriage.errors import UsageError
 from moetriage.gguf.ggml_api import type_names
 from moetriage.gguf.header import open_header
 from moetriage.gguf.layout import read_layout
-from moetriage.train.export import write_gguf
+from moetriage.train.export import Trained, write_gguf
 from moetriage.train.lm import NanoMoE
 from moetriage.train.tokenizer import END_OF_TEXT_ID, Tokenizer
 
@@ -159,16 +159,21 @@ MOE = exporting.config().moe
         ({"moe": replace(MOE, renormalise=False)}, "renormalise=False cannot be exported as GGUF"),
         ({"moe": replace(MOE, loss_free_bias_rate=0.01)}, "a selection bias"),
         (
+            {"moe": replace(MOE, num_experts=1, top_k=2, policy="fixed-top2", capacity_factor=2.0)},
+            "policy 'fixed-top2' and num_experts 1 cannot be exported, as an engine gives every token 2 experts: one with 2 or more can",
+        ),
+        ({"n_layer": 513}, "n_layer 513 cannot be exported as GGUF: llama.cpp reads at most 512"),
+        ({"moe": replace(MOE, num_experts=1025)}, "num_experts 1025 cannot be exported as GGUF: llama.cpp reads at most 1024"),
+        (
             {"moe": replace(MOE, top_k=2, policy="capsel2", capacity_factor=1.25, margin_threshold=0.1)},
             "policy 'capsel2' cannot be exported, as an engine gives every token the same number of experts: dropless, top2",
         ),
     ],
 )
-def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(
-    changes: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        write_gguf(exporting.trained(exporting.model(exporting.config(**changes)), tokenizer), tmp_path / "m.gguf")
+        # Refused before a weight is looked at.
+        write_gguf(Trained(config=exporting.config(**changes), weights={}, tokenizer={}), tmp_path / "m.gguf")
     assert said in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 

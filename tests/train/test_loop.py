@@ -141,6 +141,10 @@ def test_minutes_become_steps(data: Data) -> None:
     assert seconds == 1.0
     assert steps_within(10, seconds) == 570
     assert steps_within(0.001, seconds) == 1
+    with pytest.raises(
+        UsageError, match=r"--minutes 525600: at 0.01 s a step these are 299\d+ steps, .* at most 10000000; give about 1.75e\+03"
+    ):
+        steps_within(525_600, 0.01)
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_the_earlier_checkpoint_goes_on(

@@ -1,8 +1,9 @@
 """Checkpoints: a model and the state of its training in, a folder that is whole or not there out; and back.
 
 A checkpoint is written beside its final name and renamed once all of it is on the disk, and only then are older ones removed. It holds
-``model.safetensors``, ``trainer.safetensors``, ``tokenizer.json`` and ``checkpoint.json``, so that exports need nothing else. Deliberately
-unknown here: when to save, and what the settings mean.
+``model.safetensors``, ``trainer.safetensors``, ``tokenizer.json`` and ``checkpoint.json``, so that exports need nothing else. A run's own
+are told by their names; a folder that is called otherwise, such as a copy, is the user's: never removed, and opened only if it is named.
+Deliberately unknown here: when to save, and what the settings mean.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ FORMAT = 1
 _EARLIER = "take an earlier one: without this folder, the run goes on from the one before"
 _MODEL, _TRAINER, _ABOUT = "model.safetensors", "trainer.safetensors", "checkpoint.json"
 _PREFIX = "checkpoint-"
+_STEP = re.compile(rf"{_PREFIX}([0-9]{{8,}})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ def save_checkpoint(
 
     Raises UsageError if it cannot be written, for instance because the disk is full; the earlier ones are untouched then.
     """
-    folder = run / f"{_PREFIX}{step:08d}"
+    folder = run / _name(step)
     partial = run / f".{folder.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -95,12 +98,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if folder is None:
         raise UsageError(f"{path}: no checkpoint there; name the folder that moetriage train wrote, or one of its {_PREFIX}... folders")
     content = read_object(folder / _ABOUT, hint=_EARLIER)
+    _check_regular(folder / TOKENIZER)
     tokenizer = read_object(folder / TOKENIZER, hint=_EARLIER)
     with damaged(folder, hint=_EARLIER):
         if content["format"] != FORMAT:
             raise UsageError(f"in format {content['format']}, this version reads {FORMAT}")
         if type(content["step"]) is not int or content["step"] < 0:
             raise UsageError(f"is damaged (step {content['step']!r} is no number of steps); {_EARLIER}")
+        if _is_own(folder) and folder.name != _name(content["step"]):
+            raise UsageError(f"holds step {content['step']}, so it is a copy; name it otherwise, and the run goes on from its own")
         if not isinstance(content["about"], dict):
             raise UsageError(f"is damaged (about is no object); {_EARLIER}")
         return Checkpoint(
@@ -118,7 +124,10 @@ def newest(run: Path) -> Path | None:
 
 
 def load_model(checkpoint: Checkpoint) -> NanoMoE:
-    """Return the model that was saved. Raises UsageError if the weights do not fit its settings, before anything of that size is built."""
+    """Return the model that was saved.
+
+    Raises UsageError if the weights do not fit its settings, before anything of that size is built, or hold NaN or inf.
+    """
     found = checkpoint.weights()
     with torch.device("meta"):
         planned = NanoMoE(checkpoint.config)
@@ -129,7 +138,10 @@ def load_model(checkpoint: Checkpoint) -> NanoMoE:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into a model. Raises UsageError that names the first parameter of another shape, missing or left over."""
+    """Put a checkpoint's weights into a model.
+
+    Raises UsageError that names the first parameter of another shape, missing, left over, or with NaN or inf in it.
+    """
     found = checkpoint.weights()
     _check_weights(model, found, checkpoint.folder)
     model.load_state_dict(found)
@@ -146,11 +158,24 @@ def _check_weights(model: nn.Module, found: Mapping[str, Tensor], folder: Path) 
             )
         if found[name].dtype != own[name].dtype:
             raise UsageError(f"{folder}: {name} is stored as {found[name].dtype}, and this version reads {own[name].dtype}; {_EARLIER}")
+        if not bool(found[name].isfinite().all()):
+            raise UsageError(f"{folder}: {name} holds NaN or inf: the training diverged; {_EARLIER}")
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return the whole checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in run.glob(f"{_PREFIX}*/{_ABOUT}"))
+    """Return the whole checkpoints of a run, that of the fewest steps first."""
+    own = (path for path in run.glob(f"{_PREFIX}*") if _is_own(path) and (path / _ABOUT).is_file())
+    return sorted(own, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+
+
+def _name(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def _is_own(folder: Path) -> bool:
+    """Say whether a run gives a folder this name."""
+    found = _STEP.fullmatch(folder.name)
+    return found is not None and folder.name == _name(int(found[1]))
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -159,6 +184,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    _check_regular(path)
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except OSError as error:
@@ -166,6 +192,12 @@ def _load(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # besides its own error the package passes on what torch raises for types and sizes
         raise UsageError(f"{path}: the checkpoint is damaged ({str(error).splitlines()[0]}); {_EARLIER}") from error
     return tensors
+
+
+def _check_regular(path: Path) -> None:
+    """Raise UsageError for what is there and no file: a pipe would be waited for without end. A missing one is its reader's to name."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: the checkpoint is damaged (no regular file); {_EARLIER}")
 
 
 def _to_disk(path: Path) -> None:

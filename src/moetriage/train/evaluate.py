@@ -23,6 +23,7 @@ from moetriage.train.baselines import gzip_bits_per_byte, trigram_bits_per_byte
 from moetriage.train.checkpoint import load_model, open_checkpoint
 from moetriage.train.cross_entropy import IGNORE
 from moetriage.train.data import Data
+from moetriage.train.files import damaged
 from moetriage.train.lm import NanoMoE
 from moetriage.train.tokenizer import END_OF_TEXT_ID, load_tokenizer
 from moetriage.train.trainer import precision
@@ -37,7 +38,8 @@ def price_heldout(
 ) -> dict[str, Any]:
     """Return what a folder's newest checkpoint, gzip and a trigram model of the training text pay for the held-out text, in bits per byte.
 
-    Computed in float32. Raises UsageError for a folder without a checkpoint, and one whose tokenizer is not the data's.
+    Computed in float32. Raises UsageError for a folder without a checkpoint, one whose tokenizer is not the data's, and a model that has
+    diverged.
     """
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(data.tokenizer_path)
@@ -47,13 +49,15 @@ def price_heldout(
         )
     model = load_model(checkpoint)
     ids, text = data.heldout.read(0, len(data.heldout)), data.heldout_text
+    with damaged(checkpoint.folder, hint="take an earlier one"):
+        price = bits_per_byte(model, ids, len(text), batch=batch, progress=progress)
     pieces = (tokenizer.bytes_of(piece.tolist()) for piece in data.train.pieces(_PIECE))
     return {
         "checkpoint": str(checkpoint.folder),
         "step": checkpoint.step,
         "bytes": len(text),
         "tokens": len(ids),
-        "model_bits_per_byte": bits_per_byte(model, ids, len(text), batch=batch, progress=progress),
+        "model_bits_per_byte": price,
         "gzip_bits_per_byte": gzip_bits_per_byte(text),
         "trigram_bits_per_byte": trigram_bits_per_byte(pieces, text),
     }
@@ -73,7 +77,7 @@ def bits_per_byte(
     ids: the whole text, with <|endoftext|> after each file, which is paid for too. n_bytes: length of the text. batch: sequences at a time.
     compute: "fp32" or "bf16". progress: told the tokens scored so far and all.
     Every token is scored once, with at least half a context before it except at the start. Each gets the experts its policy asks for, as if
-    capacity had no end: admission may look at later tokens, and a text's price must not.
+    capacity had no end: admission may look at later tokens, and a text's price must not. Raises UsageError for a price that is not finite.
     """
     was_training = model.training
     model.eval()
@@ -85,6 +89,10 @@ def bits_per_byte(
         nats += float(loss) * int((targets_BS >= 0).sum())
         progress(scored, len(ids))
     model.train(was_training)
+    if not math.isfinite(nats):
+        raise UsageError(
+            f"the held-out text costs {nats} nats: the training diverged; take an earlier checkpoint, or train with a lower --lr"
+        )
     return nats / n_bytes / math.log(2)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from moetriage.errors import UsageError
 from moetriage.gguf.architectures import architecture_keys
 from moetriage.gguf.bpe import tokenizer_keys
+from moetriage.gguf.hparams import MAX_EXPERTS, MAX_LAYERS
 from moetriage.gguf.shapes import Shape
 from moetriage.gguf.weights_file import Weight, write_weights
 from moetriage.gguf.writer import Value
@@ -60,16 +61,12 @@ class Trained:
 
 
 def open_trained(path: Path) -> Trained:
-    """Read a checkpoint, or the newest one of a run. Raises UsageError if there is none, or its weights do not fit its settings."""
+    """Read a checkpoint, or the newest one of a run. Raises UsageError if there is none, or its weights do not fit or diverged."""
     checkpoint = open_checkpoint(path)
     check_exportable(checkpoint.config)
     with damaged(checkpoint.folder, hint="take an earlier one"):
         _check_tokenizer(checkpoint.tokenizer, checkpoint.config.vocab_size)
-    weights = load_model(checkpoint).state_dict()
-    for name, tensor in weights.items():
-        if not bool(tensor.isfinite().all()):
-            raise UsageError(f"{checkpoint.folder}: {name} holds NaN or inf: the training diverged; export an earlier checkpoint")
-    return Trained(config=checkpoint.config, weights=weights, tokenizer=checkpoint.tokenizer)
+    return Trained(config=checkpoint.config, weights=load_model(checkpoint).state_dict(), tokenizer=checkpoint.tokenizer)
 
 
 def _check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
@@ -93,6 +90,11 @@ def check_exportable(config: ModelConfig) -> None:
             f"a model trained with policy {moe.policy!r} cannot be exported, as an engine gives every token the same number of experts: "
             f"dropless, {', '.join(_TWO_EXPERT_POLICIES)} can"
         )
+    if moe.top_k > moe.num_experts:
+        raise UsageError(
+            f"a model with policy {moe.policy!r} and num_experts {moe.num_experts} cannot be exported, as an engine gives every token "
+            f"{moe.top_k} experts: one with {moe.top_k} or more can"
+        )
     if moe.loss_free_bias_rate:
         raise UsageError("a router with a selection bias (loss_free_bias_rate) cannot be exported: one with a load-balancing loss can")
 
@@ -109,6 +111,12 @@ def write_gguf(trained: Trained, out: Path, *, ggml_type: str = DEFAULT_TYPE, na
     check_exportable(trained.config)
     if not trained.config.moe.renormalise:
         raise UsageError("a model with renormalise=False cannot be exported as GGUF: qwen3moe divides a token's gates by their sum")
+    for what, value, most in (
+        ("n_layer", trained.config.n_layer, MAX_LAYERS),
+        ("num_experts", trained.config.moe.num_experts, MAX_EXPERTS),
+    ):
+        if value > most:
+            raise UsageError(f"a model with {what} {value} cannot be exported as GGUF: llama.cpp reads at most {most}; --hf can")
     keys = _keys(trained, name) | {"general.file_type": FILE_TYPES[ggml_type]}
     return write_weights(out, keys, list(_weights(trained, ggml_type)), force=force)
 

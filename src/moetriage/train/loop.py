@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,9 @@ from moetriage.train.files import damaged, sole_writer
 from moetriage.train.lm import NanoMoE
 from moetriage.train.metrics import combine
 from moetriage.train.model_config import ModelConfig
+from moetriage.train.moe_config import is_number
 from moetriage.train.run_folder import RunFolder
-from moetriage.train.train_config import TrainConfig
+from moetriage.train.train_config import MAX_STEPS, TrainConfig
 from moetriage.train.trainer import StepResult, Trainer
 
 #: Held-out tokens that are scored at each checkpoint: enough to see the curve, a few seconds' work.
@@ -36,6 +38,7 @@ _SAMPLE_TOKENS = 16_384
 _WARM_STEPS, _TIMED_STEPS = 3, 5
 #: Part of the time asked for that goes into steps; the rest is left for checkpoints and held-out text.
 _STEP_SHARE = 0.95
+_EARLIER = "without this folder, the run goes on from the one before"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +149,15 @@ def measure_step_seconds(model: ModelConfig, train: TrainConfig, data: Data, clo
 
 
 def steps_within(minutes: float, step_seconds: float) -> int:
-    """Return how many steps fit into ``minutes``, with a rest for saving and measuring; at least 1."""
-    return max(1, int(minutes * 60 * _STEP_SHARE / step_seconds))
+    """Return how many steps fit into ``minutes``, with a rest for saving and measuring; at least 1. Raises UsageError for too many."""
+    steps = max(1, int(minutes * 60 * _STEP_SHARE / step_seconds))
+    if steps > MAX_STEPS:
+        most = MAX_STEPS * step_seconds / 60 / _STEP_SHARE
+        raise UsageError(
+            f"--minutes {minutes:.10g}: at {step_seconds:.3g} s a step these are {steps} steps, and a run has at most {MAX_STEPS}; "
+            f"give about {most:.3g} at most"
+        )
+    return steps
 
 
 def check_data(run: RunFolder, data: Data) -> None:
@@ -167,13 +177,15 @@ def _restored(run: RunFolder) -> tuple[Trainer, float]:
     if newest(run.path) is None:
         return _new_trainer(run.model, run.train), 0.0
     checkpoint = open_checkpoint(run.path)
-    with damaged(checkpoint.folder, hint="without this folder, the run goes on from the one before"):
+    with damaged(checkpoint.folder, hint=_EARLIER):
         if checkpoint.config != run.model or not 0 <= checkpoint.step <= run.train.steps:
             raise UsageError(f"step {checkpoint.step} of another run: its settings, or {run.train.steps} steps, are not this run's")
-        seconds = float(checkpoint.about["seconds"])
+        seconds = checkpoint.about["seconds"]
+        if not (is_number(seconds) and 0 <= seconds < math.inf):
+            raise UsageError(f"is damaged (seconds {seconds!r} is no time that training took); {_EARLIER}")
         trainer = Trainer(load_model(checkpoint), run.train)
         trainer.load_state_dict(checkpoint.trainer_state(), checkpoint.step)
-    return trainer, seconds
+        return trainer, float(seconds)
 
 
 def _save(run: RunFolder, trainer: Trainer, data: Data, seconds: float) -> None:

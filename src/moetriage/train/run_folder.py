@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """Open the folder of a run that began earlier. Raises UsageError if there is none or its settings cannot be read."""
         file = path / _ABOUT
-        if not file.exists():
+        if not file.is_file():
             raise UsageError(f"{path}: no training run there ({_ABOUT} is missing)")
         content = read_object(file, hint=_BEGIN_AGAIN)
         with damaged(file, hint=_BEGIN_AGAIN):
@@ -78,7 +79,7 @@ class RunFolder:
             raise UsageError(f"{self.path / _LOSSES}: cannot be written: {error.strerror or error}; free space and --resume") from error
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of the losses; one that a kill cut short ends them."""
+        """Yield the lines of the losses; one that a kill cut short, or that holds what is no finite number, ends them."""
         path = self.path / _LOSSES
         try:
             lines = path.read_bytes().splitlines()
@@ -92,6 +93,8 @@ class RunFolder:
             except (ValueError, RecursionError):
                 return
             if not isinstance(row, dict) or type(row.get("step")) is not int:
+                return
+            if any(isinstance(value, float) and not math.isfinite(value) for value in row.values()):
                 return
             yield row
 

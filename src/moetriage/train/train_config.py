@@ -16,7 +16,7 @@ from moetriage.train import model_config
 from moetriage.train.model_config import ModelConfig
 
 #: Sizes beyond these are slips; a batch of them would not fit into any memory.
-_MAX_STEPS, _MAX_BATCH = 10_000_000, 65_536
+MAX_STEPS, _MAX_BATCH = 10_000_000, 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise UsageError for a value that cannot work."""
-        for name, highest in (("steps", _MAX_STEPS), ("batch", _MAX_BATCH), ("context", _MAX_BATCH), ("save_every", _MAX_STEPS)):
+        for name, highest in (("steps", MAX_STEPS), ("batch", _MAX_BATCH), ("context", _MAX_BATCH), ("save_every", MAX_STEPS)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= highest:
                 raise UsageError(f"{_flag(name)} {value}: must be a whole number from 1 to {highest}")

@@ -93,7 +93,7 @@ class Trainer:
         return state | {_RNG: torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Tensor], steps_done: int) -> None:
-        """Go on from a saved state after ``steps_done`` steps. Raises UsageError for one of another model."""
+        """Go on from a saved state after ``steps_done`` steps. Raises UsageError for one of another model, and one that is damaged."""
         parameters = dict(self.model.named_parameters())
         self._check_state(state, parameters)
         self._optimizer.state.clear()
@@ -108,7 +108,7 @@ class Trainer:
         self.steps_done = steps_done
 
     def _check_state(self, state: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> None:
-        """Raise UsageError unless every parameter has its moments, of its shape: a step without them would be another step."""
+        """Raise UsageError unless every parameter has its moments, of its shape and finite: a step without them would be another step."""
         wanted: dict[str, Tensor] = {_RNG: torch.get_rng_state()}
         for name, parameter in parameters.items():
             step = torch.zeros((), dtype=torch.float32)
@@ -119,6 +119,12 @@ class Trainer:
             there, here = ((tuple(of[name].shape), of[name].dtype) if name in of else "missing" for of in (state, wanted))
             if there != here:
                 raise UsageError(f"the state of training does not fit the model: {name} is {there} there and {here} here")
+            if not bool(state[name].isfinite().all()):
+                raise UsageError(f"the state of training is damaged: {name} holds NaN or inf")
+        try:
+            torch.Generator().set_state(state[_RNG])
+        except RuntimeError as error:
+            raise UsageError(f"the state of training is damaged: {_RNG} is none of torch's generator ({error})") from error
 
     @torch.no_grad()
     def _follow(self, out: LMOutput) -> None:
