@@ -82,6 +82,44 @@ def test_admission_can_be_chosen(command: Command, data: Path, tmp_path: Path) -
     assert 0 < row["uncovered"] < 1
 
 
+@pytest.mark.parametrize("options", [("--policy", "top1", "--capacity-factor", "1"), ("--top-k", "1")], ids=["top1", "top-k"])
+def test_one_expert_a_token_can_be_chosen(options: tuple[str, ...], command: Command, data: Path, tmp_path: Path) -> None:
+    result = command("train", data, tmp_path / "run", *SMALL, *options, "--steps", 1)
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["model"]["moe"]["renormalise"] is False
+
+
+def test_weights_that_diverged_have_no_price(command: Command, data: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run = tmp_path / "run"
+    assert command("train", data, run, *SMALL, "--steps", 1).code == 0
+    path = run / "checkpoint-00000001" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, path)
+    (run / "evaluation.json").unlink()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for options in (["--eval-only"], ["--eval-only", "--json"], ["--resume"], ["--resume", "--json"]):
+        result = command("train", data, run, *options)
+        assert (result.code, result.out, len(result.errors)) == (2, "", 1)
+        assert "model.norm.weight holds NaN or inf: the training diverged" in result.err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_copied_checkpoint_neither_goes_nor_takes_over(command: Command, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert command("train", data, run, *SMALL, "--steps", 6, "--save-every", 2).code == 0
+    for name in ("best", "00000004-mybackup"):
+        shutil.copytree(run / "checkpoint-00000004", run / f"checkpoint-{name}")
+    shutil.rmtree(run / "checkpoint-00000006")
+    answer = command("train", data, run, "--resume", "--json").json
+    assert answer["checkpoint"] == str(run / "checkpoint-00000006")
+    assert answer["step"] == 6
+    names = ["checkpoint-00000004", "checkpoint-00000004-mybackup", "checkpoint-00000006", "checkpoint-best"]
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == names
+
+
 def started(process: subprocess.Popen[str], run: Path, lines: int) -> None:
     """Wait until the run has written so many losses."""
     path = run / "loss.jsonl"
@@ -141,6 +179,7 @@ def test_a_disk_that_fills_up_is_one_line_and_what_was_saved_stays(command: Comm
         (("--capacity-factor", "1.25"), "does nothing with policy 'dropless'"),
         (("--steps", "5", "--minutes", "5"), "give one of them"),
         (("--minutes", "-1"), "--minutes -1.0: must be above 0"),
+        (("--minutes", "525600"), "--minutes 525600: at "),
         (("--steps", "0"), "--steps 0: must be a whole number"),
         (("--lr", "inf"), "--lr inf"),
         (("--threads", "0"), "--threads 0: must be between 1 and 1024"),

@@ -99,8 +99,12 @@ class RunOptions:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def _moe(self, moe: MoEConfig) -> MoEConfig:
-        """Return the preset's experts with the options in place of its own; what another policy does not take is left out."""
+        """Return the preset's experts with the options in place of its own; what another policy does not take is left out.
+
+        A token's only gate is not divided by itself, which would make it 1 and tell the router nothing.
+        """
         from moetriage.train.admission import THRESHOLD_POLICIES
+        from moetriage.train.moe_config import ONE_EXPERT_POLICIES
 
         changes = self._given("policy", "capacity_factor", "margin_threshold", "top_k")
         policy = changes.get("policy", moe.policy)
@@ -108,4 +112,6 @@ class RunOptions:
             changes.setdefault("margin_threshold", None)
         if policy == "dropless":
             changes.setdefault("capacity_factor", None)
+        if policy in ONE_EXPERT_POLICIES or changes.get("top_k") == 1:
+            changes["renormalise"] = False
         return dataclasses.replace(moe, **changes)

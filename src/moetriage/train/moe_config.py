@@ -15,6 +15,8 @@ from moetriage.errors import UsageError
 
 #: Every token reaches all its top_k experts; no capacity, no plan.
 DROPLESS = "dropless"
+#: Policies that grant a token one expert alone.
+ONE_EXPERT_POLICIES = ("top1", "bpr-top1")
 #: Beyond this a width or a number of experts is a slip: the product of three such sizes is still an address.
 MAX_SIZE = 1 << 18
 
@@ -102,8 +104,10 @@ class MoEConfig:
             raise UsageError(f"policy {self.policy!r}: must be {DROPLESS} or one of {', '.join(POLICIES)}")
         if self.top_k != 2:
             raise UsageError(f"top_k {self.top_k} with policy {self.policy!r}: admission looks at the two best; use 2, or {DROPLESS}")
-        if self.renormalise and self.policy in ("top1", "bpr-top1"):
-            raise UsageError(f"renormalise with policy {self.policy!r}: all gates would be 1, the router would learn nothing; use False")
+        if self.renormalise and self.policy in ONE_EXPERT_POLICIES:
+            raise UsageError(
+                f"renormalise with policy {self.policy!r}: all gates would be 1, the router would learn nothing; use renormalise=False"
+            )
         if self.capacity_factor is None:
             raise UsageError(f"policy {self.policy!r} needs a capacity_factor, for instance 1.25")
         if self.loss_free_bias_rate:
