@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -227,10 +226,6 @@ def test_a_disk_that_fills_up_leaves_what_was_there(folder: Path, tmp_path: Path
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def change(out: Path, **values: object) -> None:
-    (out / MANIFEST).write_text(json.dumps(json.loads((out / MANIFEST).read_text()) | values))
-
-
 def test_a_word_without_end_is_refused_in_time(tmp_path: Path) -> None:
     corpus = small_corpus()
     endless = Document("endless.txt", "x" * 300_000)
@@ -247,47 +242,3 @@ def test_a_word_without_end_is_refused_in_time(tmp_path: Path) -> None:
 )
 def test_a_long_line_is_no_endless_word(text: str, endless: bool) -> None:
     assert has_endless_word(text) is endless
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda out: (out / MANIFEST).unlink(), "no data there"),
-        (lambda out: (out / MANIFEST).write_text("{"), "is damaged"),
-        (lambda out: (out / MANIFEST).write_text(json.dumps({"format": 99})), "is not in format 1"),
-        (lambda out: change(out, vocab_size="x"), "vocab_size 'x' is no number from 1 to 65536"),
-        (lambda out: change(out, train={"shards": [], "tokens": 0}), "is damaged (index -1"),
-        (lambda out: change(out, train=[]), "is damaged ("),
-        (lambda out: change(out, tokenizer={"file": "tokenizer.json"}), "is damaged ('sha256' is missing)"),
-        (lambda out: change(out, tokenizer={"file": "../x", "sha256": "00"}), "'../x' is no name of a file in the folder"),
-        (lambda out: (out / "train-00000.bin").unlink(), "train-00000.bin: cannot be read"),
-        (lambda out: (out / "train-00000.bin").write_bytes(b"abc"), "has 3 bytes"),
-    ],
-    ids=["nothing", "cut", "version", "vocabulary", "no shard", "list", "no digest", "elsewhere", "shard gone", "shard cut"],
-)
-def test_damaged_data_is_refused_with_the_file(damage, message: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    out = tmp_path / "d"
-    build(small_corpus(), out, vocab_size=300)
-    damage(out)
-    with pytest.raises(UsageError) as caught:
-        open_data(out)
-    assert str(out) in str(caught.value)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["train-00000.bin", "heldout-00000.bin", "tokenizer.json", "heldout.txt"])
-def test_a_changed_file_is_found(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "d"
-    build(small_corpus(), out, vocab_size=300)
-    open_data(out).verify()
-    (out / name).write_bytes(b"\1\0" + (out / name).read_bytes()[2:])
-    with pytest.raises(UsageError, match=f"{name}: is not what moetriage data build wrote .sha256 differs"):
-        open_data(out).verify()
-
-
-def test_tokens_beyond_the_vocabulary_are_found(tmp_path: Path) -> None:
-    out = tmp_path / "d"
-    build(small_corpus(), out, vocab_size=300)
-    change(out, vocab_size=260)
-    with pytest.raises(UsageError, match=r"holds token \d+, and its vocabulary ends at 259; build the data again"):
-        open_data(out).verify()

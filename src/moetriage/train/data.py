@@ -20,6 +20,7 @@ from moetriage.errors import UsageError
 from moetriage.train.data_folder import MANIFEST, read_manifest
 from moetriage.train.files import damaged
 from moetriage.train.shards import TokenStream, verify
+from moetriage.train.tokenizer import load_tokenizer
 
 _AGAIN = "build the data again"
 #: Ids that are looked at as one.
@@ -64,13 +65,26 @@ class Data:
         return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def verify(self) -> None:
-        """Compare all files with the manifest; raises UsageError for one that was changed."""
+        """Compare all files with the manifest and with each other; raises UsageError for one that was changed or does not belong there."""
         parts = [self.manifest[name]["shards"] for name in ("train", "heldout")]
         own = [self.manifest["tokenizer"], self.manifest["heldout"]["text"]]
         verify(self.folder, [*parts[0], *parts[1], *own])
         largest = max(int(piece.max(initial=0)) for stream in (self.train, self.heldout) for piece in stream.pieces(_PIECE))
         if largest >= self.vocab_size:
             raise UsageError(f"{self.folder}: holds token {largest}, and its vocabulary ends at {self.vocab_size - 1}; {_AGAIN}")
+        self._verify_heldout()
+
+    def _verify_heldout(self) -> None:
+        """Raise UsageError unless the tokenizer is the vocabulary's and turns the held-out ids into the held-out text."""
+        tokenizer, text = load_tokenizer(self.tokenizer_path), self.heldout_text
+        if tokenizer.vocab_size != self.vocab_size:
+            raise UsageError(
+                f"{self.tokenizer_path}: holds {tokenizer.vocab_size} tokens, and vocab_size is {self.vocab_size} in {MANIFEST}; {_AGAIN}"
+            )
+        if len(text) != self.manifest["heldout"]["bytes"]:
+            raise UsageError(f"{self.folder}: the held-out text's {len(text)} bytes are not the heldout.bytes of {MANIFEST}; {_AGAIN}")
+        if b"".join(tokenizer.bytes_of(piece.tolist()) for piece in self.heldout.pieces(_PIECE)) != text:
+            raise UsageError(f"{self.folder}: the held-out ids are not those of the held-out text; {_AGAIN}")
 
 
 def open_data(folder: Path) -> Data:
@@ -81,7 +95,9 @@ def open_data(folder: Path) -> Data:
     manifest = read_manifest(folder, hint=_AGAIN)
     with damaged(path, hint=_AGAIN):
         data = Data(folder, manifest)
-        assert len(data.train) + len(data.heldout) >= 0  # opens the shards, which raises where one is damaged
+        for part, stream in (("train", data.train), ("heldout", data.heldout)):
+            if len(stream) == 0:
+                raise ValueError(f"{part} holds no tokens")
     return data
 
 

@@ -33,6 +33,8 @@ def read_manifest(folder: Path, *, hint: str) -> dict[str, Any]:
     Raises UsageError, with the path, if it cannot be read, is of another format, or lacks what is read later.
     """
     path = folder / MANIFEST
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise UsageError(f"{path}: is no regular file; {hint}")
     manifest = read_object(path, hint=hint)
     if manifest.get("format") != FORMAT:
         raise UsageError(f"{path}: is not in format {FORMAT}, the one this version reads; {hint}")
@@ -67,11 +69,11 @@ def _check(manifest: dict[str, Any]) -> None:
         raise ValueError(f"vocab_size {vocab_size!r} is no number from 1 to {MAX_VOCAB}")
     for file in _files(manifest):
         name, _ = file["file"], bytes.fromhex(file["sha256"])
-        if Path(name).name != name:
+        if Path(name).name != name or not name.isprintable():
             raise ValueError(f"{name!r} is no name of a file in the folder")
     for part in ("train", "heldout"):
         for shard in manifest[part]["shards"]:
             if type(shard["tokens"]) is not int or shard["tokens"] < 0:
                 raise ValueError(f"{shard['file']} has {shard['tokens']!r} tokens")
-    if not manifest["heldout"]["bytes"] > 0:
-        raise ValueError("no text is held out")
+    if type(manifest["heldout"]["bytes"]) is not int or manifest["heldout"]["bytes"] <= 0:
+        raise ValueError("heldout.bytes is no number of bytes")

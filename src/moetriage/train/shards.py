@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def verify(folder: Path, files: Sequence[dict[str, Any]]) -> None:
     """Read all files (``file``, ``sha256``) once and raise UsageError for one that is missing or whose sha256 is not the recorded one."""
     for about in files:
         path = folder / about["file"]
+        _file_bytes(path)
         try:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -85,11 +87,22 @@ def verify(folder: Path, files: Sequence[dict[str, Any]]) -> None:
             raise UsageError(f"{path}: is not what moetriage data build wrote (sha256 differs); build the data again")
 
 
-def _mapped(path: Path, n_tokens: int) -> NDArray[np.uint16]:
+def _file_bytes(path: Path) -> int:
+    """Return a file's size. Raises UsageError for what is none: a pipe would be waited for without end."""
     try:
-        nbytes = path.stat().st_size
-        if nbytes != n_tokens * DTYPE.itemsize:
-            raise UsageError(f"{path}: has {nbytes} bytes, {n_tokens * DTYPE.itemsize} were written; build the data again")
+        found = path.stat()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}; build the data again") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise UsageError(f"{path}: is no regular file; build the data again")
+    return found.st_size
+
+
+def _mapped(path: Path, n_tokens: int) -> NDArray[np.uint16]:
+    nbytes = _file_bytes(path)
+    if nbytes != n_tokens * DTYPE.itemsize:
+        raise UsageError(f"{path}: has {nbytes} bytes, {n_tokens * DTYPE.itemsize} were written; build the data again")
+    try:
         return np.memmap(path, dtype=DTYPE, mode="r") if n_tokens else np.empty(0, dtype=DTYPE)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -123,4 +123,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UsageError(f"{path}: is no tokenizer: {error}") from error
     if inner.token_to_id(END_OF_TEXT) != END_OF_TEXT_ID:
         raise UsageError(f"{path}: {END_OF_TEXT} is not its id {END_OF_TEXT_ID}, so it was not written by moetriage data build")
-    return Tokenizer(inner)
+    tokenizer = Tokenizer(inner)
+    try:
+        tokenizer.bytes_of(())
+    except (TypeError, KeyError) as error:  # an id without a token, a character that is no byte's
+        raise UsageError(f"{path}: not every token is bytes, so it was not written by moetriage data build") from error
+    return tokenizer
