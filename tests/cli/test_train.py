@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -74,10 +75,42 @@ def test_minutes_are_turned_into_steps_that_are_recorded(command: Command, data:
     assert "1 steps in 0.0001 minutes" in result.err
 
 
+def test_without_evaluation_a_run_ends_when_it_is_trained(command: Command, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = command("train", data, run, *SMALL, "--steps", 2, "--no-eval")
+    assert result.code == 0
+    assert "bits a byte" not in result.out
+    assert not (run / "evaluation.json").exists()
+    assert result.errors == [f"moetriage: next: moetriage export {run} model.gguf"]
+
+
+def test_ctrl_c_while_the_text_is_priced_says_that_the_run_is_saved(
+    command: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moetriage.train import evaluate
+
+    def interrupted(*_arguments: object, **_named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "price_heldout", interrupted)
+    result = command("train", data, tmp_path / "run", *SMALL, "--steps", 2)
+    assert result.code == 130
+    assert f"moetriage train {data} {tmp_path / 'run'} --eval-only" in result.err
+
+
+def test_the_help_names_every_policy(command: Command) -> None:
+    from moetriage.train.admission import POLICIES
+
+    said = re.sub(r"[\s│]+", " ", command("train", "--help").out)
+    assert all(re.search(rf"[ ,]{re.escape(policy)}[,.]", said) for policy in POLICIES)
+
+
 def test_admission_can_be_chosen(command: Command, data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    policy = ("--policy", "capsel2", "--top-k", "2", "--capacity-factor", "0.5", "--margin-threshold", "0.05")
-    assert command("train", data, run, *SMALL, *policy, "--steps", 1).code == 0
+    policy = ("--policy", "capsel2", "--capacity-factor", "0.5", "--margin-threshold", "0.05")
+    result = command("train", data, run, *SMALL, *policy, "--steps", 1)
+    assert result.code == 0
+    assert "for PyTorch alone: a model trained with policy 'capsel2' cannot be exported" in result.err
     row = json.loads((run / "loss.jsonl").read_text().splitlines()[0])
     assert 0 < row["uncovered"] < 1
 
@@ -173,7 +206,9 @@ def test_a_disk_that_fills_up_is_one_line_and_what_was_saved_stays(command: Comm
     ("arguments", "message"),
     [
         (("--policy", "capsel3"), "policy 'capsel3': must be dropless or one of top1"),
-        (("--policy", "top2", "--top-k", "2", "--capacity-factor", "16384"), "16384"),
+        (("--policy", "capsel2"), "--policy capsel2 needs --capacity-factor 1.25 and --margin-threshold 0.03 (docs/capacity.md says"),
+        (("--policy", "top2"), "--policy top2 needs --capacity-factor 1.25"),
+        (("--policy", "top2", "--capacity-factor", "16384"), "16384"),
         (("--policy", "top2", "--top-k", "2", "--capacity-factor", "0"), "capacity factor 0"),
         (("--policy", "top2", "--top-k", "2", "--capacity-factor", "nan"), "capacity factor nan"),
         (("--capacity-factor", "1.25"), "does nothing with policy 'dropless'"),
@@ -186,6 +221,7 @@ def test_a_disk_that_fills_up_is_one_line_and_what_was_saved_stays(command: Comm
         (("--batch", "60000"), "corpus too small"),
         (("--resume",), "--preset tiny does nothing with --resume"),
         (("--eval-only",), "--preset tiny does nothing with --eval-only"),
+        (("--eval-only", "--no-eval"), "--preset tiny does nothing with --eval-only"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -63,9 +63,11 @@ def export(
         return
     for path, nbytes in written.items():
         print(path)
-        terminal.note(f"{terminal.size(nbytes)} written")
+        terminal.note(f"{terminal.size(nbytes)} written to {path}")
     if out is not None:
         terminal.note(f"try it: moetriage run {out} -p 'def '")
+    if hf is not None:
+        terminal.note(f"try it: transformers.AutoModelForCausalLM.from_pretrained({str(hf)!r})")
 
 
 def _check_apart(out: Path, hf: Path) -> None:

@@ -28,11 +28,12 @@ from moetriage.errors import UsageError
 if TYPE_CHECKING:
     from moetriage.train.data import Data
     from moetriage.train.loop import FitResult, Progress
+    from moetriage.train.model_config import ModelConfig
     from moetriage.train.run_folder import RunFolder
 
 _STOPPED = 130
-#: Away from a terminal, a line this often.
-_NOTE_SECONDS = 60.0
+#: Away from a terminal, a line this often, and a first one sooner.
+_NOTE_SECONDS, _FIRST_NOTE_SECONDS = 60.0, 10.0
 _MAX_THREADS = 1024
 
 
@@ -47,6 +48,9 @@ def train(
     ] = False,
     eval_only: Annotated[
         bool, typer.Option("--eval-only", help="Train nothing: say what the held-out text costs the run or checkpoint OUT.")
+    ] = False,
+    no_eval: Annotated[
+        bool, typer.Option("--no-eval", help="Do not price the held-out text at the end; --eval-only does it later.")
     ] = False,
     threads: Annotated[
         int | None, typer.Option("--threads", "-t", metavar="N", help="Computing threads (default: all processors; on --resume the run's).")
@@ -68,13 +72,14 @@ def train(
     texts.verify()
     if eval_only:
         options.refuse_with("--eval-only")
-        if resume:
-            raise UsageError("--resume trains and --eval-only does not: give one of them")
+        for flag, given in (("--resume", resume), ("--no-eval", no_eval)):
+            if given:
+                raise UsageError(f"{flag} is about training and --eval-only trains nothing: give one of them")
         answer = {"folder": str(out), "evaluation": _evaluate(texts, out, threads)}
         _say(answer, json_output)
         return
     run = _resumed(out, options, texts) if resume else _begun(out, options, texts, threads)
-    _train(run, texts, threads or run.about["threads"], json_output)
+    _train(run, texts, threads or run.about["threads"], evaluate=not no_eval, json_output=json_output)
 
 
 def _begun(out: Path, options: RunOptions, texts: Data, threads: int | None) -> RunFolder:
@@ -88,13 +93,26 @@ def _begun(out: Path, options: RunOptions, texts: Data, threads: int | None) -> 
     batches_of(settings, texts)
     about = about_run(texts, threads)
     if options.minutes is not None:
-        with terminal.spinner("measuring a step"), repeatable(about["threads"]):
-            seconds = measure_step_seconds(model, settings, texts)
+        with terminal.spinner("measuring a step") as update, repeatable(about["threads"]):
+            tell = lambda done, total: update(f"measuring a step: {done} of {total}")  # noqa: E731
+            seconds = measure_step_seconds(model, settings, texts, progress=tell)
         settings = dataclasses.replace(settings, steps=steps_within(options.minutes, seconds))
         settings.validate()
         about |= {"minutes": options.minutes, "measured_step_seconds": seconds}
         terminal.note(f"a step takes {seconds:.3f} s: {settings.steps} steps in {options.minutes:g} minutes")
+    if (reason := _not_exportable(model)) is not None:
+        terminal.note(f"for PyTorch alone: {reason}")
     return RunFolder.begin(out, model, settings, about)
+
+
+def _not_exportable(model: ModelConfig) -> str | None:
+    from moetriage.train.export import check_gguf
+
+    try:
+        check_gguf(model)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _resumed(out: Path, options: RunOptions, texts: Data) -> RunFolder:
@@ -107,7 +125,7 @@ def _resumed(out: Path, options: RunOptions, texts: Data) -> RunFolder:
     return run
 
 
-def _train(run: RunFolder, texts: Data, threads: int, json_output: bool) -> None:
+def _train(run: RunFolder, texts: Data, threads: int, *, evaluate: bool, json_output: bool) -> None:
     from moetriage.train.files import write_whole
     from moetriage.train.loop import fit
     from moetriage.train.trainer import repeatable
@@ -120,9 +138,18 @@ def _train(run: RunFolder, texts: Data, threads: int, json_output: bool) -> None
         if json_output:
             terminal.print_json(answer)
         raise typer.Exit(_STOPPED)
-    answer["evaluation"] = _evaluate(texts, run.path, threads)
-    write_whole(run.path / "evaluation.json", json.dumps(answer["evaluation"], indent=1) + "\n")
+    if evaluate:
+        try:
+            answer["evaluation"] = _evaluate(texts, run.path, threads)
+        except KeyboardInterrupt:
+            terminal.note(
+                f"the run is trained and saved; the held-out text is priced by: moetriage train {texts.folder} {run.path} --eval-only"
+            )
+            raise
+        write_whole(run.path / "evaluation.json", json.dumps(answer["evaluation"], indent=1) + "\n")
     _say(answer, json_output)
+    if not json_output and _not_exportable(run.model) is None:
+        terminal.note(f"next: moetriage export {run.path} model.gguf")
 
 
 def _answer(run: RunFolder, result: FitResult) -> dict[str, Any]:
@@ -156,15 +183,18 @@ def _say(answer: dict[str, Any], json_output: bool) -> None:
     if json_output:
         terminal.print_json(answer)
         return
-    found = answer["evaluation"]
+    found = answer.get("evaluation")
     facts = [("run", answer["folder"])]
     if "step" in answer:
         facts.append(("trained", f"{answer['step']} steps, {answer['tokens']} tokens in {answer['seconds']:.0f} s"))
         facts.append(("tokens/s", f"{answer['tokens_per_second']:.0f}"))
         if answer["loss"] is not None:  # its file may have been removed
             facts.append(("loss", f"{answer['loss']:.3f} nats a token, mean of the last steps"))
-    facts.append(("held-out text", f"{found['bytes']} bytes, {found['tokens']} tokens"))
+    if found is not None:
+        facts.append(("held-out text", f"{found['bytes']} bytes, {found['tokens']} tokens"))
     terminal.print_facts(facts)
+    if found is None:
+        return
     names = (("model", "this model"), ("trigram", "byte trigrams of the training text"), ("gzip", "gzip -9"))
     terminal.print_table(
         ("what predicts the held-out text", "bits a byte"), [(text, f"{found[f'{name}_bits_per_byte']:.3f}") for name, text in names]
@@ -200,15 +230,15 @@ def _progress(run: RunFolder) -> Iterator[Callable[[Progress], None]]:
     numbers = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
     columns = (TextColumn(f"training {run.path.name}"), BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
     at_terminal = sys.stderr.isatty()
-    said = time.monotonic()
+    say_at = time.monotonic() + _FIRST_NOTE_SECONDS
     with Bars(*columns, console=Console(stderr=True), transient=True, disable=not at_terminal) as bars:
         task = bars.add_task("", total=run.train.steps, loss=float("nan"), rate=0.0)
 
         def on_step(now: Progress) -> None:
-            nonlocal said
+            nonlocal say_at
             bars.update(task, completed=now.step, loss=now.loss, rate=now.tokens_per_second)
-            if not at_terminal and time.monotonic() - said > _NOTE_SECONDS:
-                said = time.monotonic()
+            if not at_terminal and time.monotonic() > say_at:
+                say_at = time.monotonic() + _NOTE_SECONDS
                 left = (now.steps - now.step) * run.train.tokens_per_step / now.tokens_per_second / 60
                 terminal.note(
                     f"step {now.step} of {now.steps}, loss {now.loss:.3f}, {now.tokens_per_second:.0f} tokens/s, {left:.0f} minutes left"

@@ -36,7 +36,14 @@ class RunOptions:
         ),
     ] = None
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", rich_help_panel=_MODEL, help="dropless, or how experts with a capacity admit tokens.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=_MODEL,
+            help="dropless, or how experts with a capacity admit tokens (docs/capacity.md): top1, top2, bpr-top1, bpr-top2, fixed-top2, "
+            "capsel2, primary+rescue, primary+optional, capsel2-online, capsel2-causal, augment. Those that give every token the same "
+            "number of experts can be exported: dropless, top2, bpr-top2, fixed-top2.",
+        ),
     ] = None
     capacity_factor: Annotated[
         float | None,
@@ -45,7 +52,10 @@ class RunOptions:
     margin_threshold: Annotated[
         float | None,
         typer.Option(
-            metavar="TAU", rich_help_panel=_MODEL, help="Ask for a second expert where the two best are this close (some policies)."
+            metavar="TAU",
+            rich_help_panel=_MODEL,
+            help="Ask for a second expert where the two best probabilities are this close: for capsel2 and its kin, primary+optional, "
+            "augment.",
         ),
     ] = None
     top_k: Annotated[int | None, typer.Option(metavar="K", rich_help_panel=_MODEL, help="Experts of a token when dropless.")] = None
@@ -54,7 +64,11 @@ class RunOptions:
     )
     minutes: Annotated[
         float | None,
-        typer.Option(metavar="M", rich_help_panel=_TRAINING, help="Measure a step first, and take as many as fit into M minutes."),
+        typer.Option(
+            metavar="M",
+            rich_help_panel=_TRAINING,
+            help="Measure a step first, and take as many as fit into M minutes; measuring and pricing the held-out text come on top.",
+        ),
     ] = None
     batch: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_TRAINING, help="Sequences of a step.")] = None
     context: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_TRAINING, help="Tokens of a sequence.")] = None
@@ -103,11 +117,18 @@ class RunOptions:
 
         A token's only gate is not divided by itself, which would make it 1 and tell the router nothing.
         """
-        from moetriage.train.admission import THRESHOLD_POLICIES
+        from moetriage.train.admission import POLICIES, THRESHOLD_POLICIES
         from moetriage.train.moe_config import ONE_EXPERT_POLICIES
 
         changes = self._given("policy", "capacity_factor", "margin_threshold", "top_k")
         policy = changes.get("policy", moe.policy)
+        needed = {"capacity_factor": "--capacity-factor 1.25"} if policy != "dropless" else {}
+        if policy in THRESHOLD_POLICIES:
+            needed["margin_threshold"] = "--margin-threshold 0.03 (docs/capacity.md says how to choose)"
+        if policy in POLICIES and (missing := [text for name, text in needed.items() if changes.get(name, getattr(moe, name)) is None]):
+            raise UsageError(f"--policy {policy} needs {' and '.join(missing)}")
+        if policy != "dropless":
+            changes.setdefault("top_k", 2)  # admission looks at the two best
         if policy not in THRESHOLD_POLICIES:
             changes.setdefault("margin_threshold", None)
         if policy == "dropless":

@@ -99,6 +99,16 @@ def check_exportable(config: ModelConfig) -> None:
         raise UsageError("a router with a selection bias (loss_free_bias_rate) cannot be exported: one with a load-balancing loss can")
 
 
+def check_gguf(config: ModelConfig) -> None:
+    """Raise UsageError for a model that cannot be exported as GGUF."""
+    check_exportable(config)
+    if not config.moe.renormalise:
+        raise UsageError("a model with renormalise=False cannot be exported as GGUF: qwen3moe divides a token's gates by their sum")
+    for what, value, most in (("n_layer", config.n_layer, MAX_LAYERS), ("num_experts", config.moe.num_experts, MAX_EXPERTS)):
+        if value > most:
+            raise UsageError(f"a model with {what} {value} cannot be exported as GGUF: llama.cpp reads at most {most}; --hf can")
+
+
 def write_gguf(trained: Trained, out: Path, *, ggml_type: str = DEFAULT_TYPE, name: str = "moetriage", force: bool = False) -> int:
     """Write a trained model as GGUF and return the file's size in bytes.
 
@@ -108,15 +118,7 @@ def write_gguf(trained: Trained, out: Path, *, ggml_type: str = DEFAULT_TYPE, na
     """
     if ggml_type not in FILE_TYPES:
         raise UsageError(f"--type {ggml_type}: must be one of {', '.join(FILE_TYPES)}")
-    check_exportable(trained.config)
-    if not trained.config.moe.renormalise:
-        raise UsageError("a model with renormalise=False cannot be exported as GGUF: qwen3moe divides a token's gates by their sum")
-    for what, value, most in (
-        ("n_layer", trained.config.n_layer, MAX_LAYERS),
-        ("num_experts", trained.config.moe.num_experts, MAX_EXPERTS),
-    ):
-        if value > most:
-            raise UsageError(f"a model with {what} {value} cannot be exported as GGUF: llama.cpp reads at most {most}; --hf can")
+    check_gguf(trained.config)
     keys = _keys(trained, name) | {"general.file_type": FILE_TYPES[ggml_type]}
     return write_weights(out, keys, list(_weights(trained, ggml_type)), force=force)
 

@@ -44,6 +44,8 @@ def write_hf(trained: Trained, folder: Path, *, force: bool = False) -> int:
         save_file(dict(_weights(trained)), temporary / "model.safetensors", metadata={"format": "pt"})
         for name, content in _texts(trained).items():
             (temporary / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # The library makes it readable for its owner alone.
+        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         nbytes = sum(path.stat().st_size for path in temporary.iterdir())
         replace_folder(temporary, folder)
     except (OSError, SafetensorError) as error:

@@ -137,14 +137,21 @@ def about_run(data: Data, threads: int | None = None) -> dict[str, Any]:
     }
 
 
-def measure_step_seconds(model: ModelConfig, train: TrainConfig, data: Data, clock: Callable[[], float] = time.monotonic) -> float:
-    """Return the median time of a step, by taking a few with a model that is thrown away."""
+def measure_step_seconds(
+    model: ModelConfig,
+    train: TrainConfig,
+    data: Data,
+    clock: Callable[[], float] = time.monotonic,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> float:
+    """Return the median time of a step, by taking a few with a model that is thrown away. progress: called with steps done and in all."""
     trainer, batches = _new_trainer(model, train), batches_of(train, data)
     times = []
     for step in range(_WARM_STEPS + _TIMED_STEPS):
         start = clock()
         trainer.step(*_tensors(batches, step))
         times.append(clock() - start)
+        progress(len(times), _WARM_STEPS + _TIMED_STEPS)
     return statistics.median(times[_WARM_STEPS:])
 
 
