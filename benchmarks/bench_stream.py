@@ -138,8 +138,8 @@ def resident(bench: Bench, model: Path) -> list[Table]:
     ratio = Spread.of([one["streamed"]["token_seconds"] / one["plain"]["token_seconds"] for one in rounds])
     compute = Spread.of([one["streamed"]["phases"]["compute"] / one["plain"]["token_seconds"] for one in rounds])
     notes = [
-        f"a streamed token takes {ratio.text(3)} times as long as a plain one, pair by pair (asked for: at most 1.02); all said the same",
-        f"compute of a streamed token is {compute.text(3)} of plain llama.cpp's whole token (asked for: not above it)",
+        f"a streamed token takes {ratio.text(3)} times as long as a plain one, pair by pair (target: at most 1.02); all said the same",
+        f"compute of a streamed token is {compute.text(3)} of plain llama.cpp's whole token (target: not above it)",
         f"others used {Spread.of([100 * one['others_cpu'] for one in rounds]).text(0)} % of the processors meanwhile",
     ]
     columns = ("cell", "ms a token, mean", "ms, median token", "tok/s", "prefill of 32 tokens, s")

@@ -109,7 +109,7 @@ def machine(path: Path) -> dict[str, object]:
         "cpus": os.cpu_count(),
         "extensions": [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_int8") if name in flags],
         "memory_gib": round(total_kib / 2**20, 1),
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],  # what follows names a build
         "python": platform.python_version(),
         "read_ahead_kib": _read_ahead_kib(path),
         "load_average": list(os.getloadavg()),

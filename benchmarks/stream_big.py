@@ -54,10 +54,10 @@ def _decode_table(runs: Runs) -> Table:
     tokens = Spread.of([run["tokens"] for run in runs[PLAIN]])
     columns = ("cell", "tok/s", *(f"{name.replace('_', ' ')}, ms" for name in PHASES), "MiB/token", "hits", "dropped", "weight dropped")
     notes = [
-        f"streamed against plain mmap, pair by pair over the tokens of both: {ratio.text(1)} times as fast (asked for: at least 6); all "
+        f"streamed against plain mmap, pair by pair over the tokens of both: {ratio.text(1)} times as fast (target: at least 6); all "
         "said the same tokens",
         f"plain mmap was cut off after {tokens.text(0)} tokens; its MiB/token is what the kernel read, read-ahead included",
-        f"cache management: {cache.text()} % of a streamed token (asked for: at most 3 %)",
+        f"cache management: {cache.text()} % of a streamed token (target: at most 3 %)",
         f"medians (least to largest) of {ratio.n} runs; the rows below 'streamed' ran once",
     ]
     return Table("A model larger than memory: decoding", columns, [_decode_row(*entry) for entry in runs.items()], notes)
@@ -90,9 +90,9 @@ def _first_token_table(runs: Runs, rates: list[float]) -> Table:
     notes = [
         f"iobench, random expert reads on as many lanes: {disk.text(0)} MB/s",
         f"read rate while waiting for whole experts, so that no read hides behind computing ({WHOLE}, prompt): "
-        f"{waiting.text(0)} MB/s, {100 * waiting.median / disk.median:.0f} % of iobench (asked for: at least 90 %)",
+        f"{waiting.text(0)} MB/s, {100 * waiting.median / disk.median:.0f} % of iobench (target: at least 90 %)",
         f"streamed: the prompt took {over.text(1)} times as long as iobench would need for what it read, {Spread.of(floors).text(1)} s "
-        "(asked for: at most 1.15 times)",
+        "(target: at most 1.15 times)",
     ]
     return Table("A model larger than memory: first token", columns, rows, notes)
 
@@ -112,7 +112,7 @@ def recorded(bench: Bench, model: Path, trace: Path) -> list[Table]:
         rows.append((label, f"{run['tok_per_s']:.2f}", *shares, f"{100 * run['weight_dropped_fraction']:.2f} %", f"{run['read_mib']:.1f}"))
     notes = [
         f"budget {cache_mb} MiB: the recording's {RECORDED_CACHE_MB} MiB scaled by {ours:.0f} / {of_recording:.0f} bytes an expert",
-        "hits of the whole run are of lookups, in the prompt one for each distinct expert and layer (asked for: within 1 point of the "
+        "hits of the whole run are of lookups, in the prompt one for each distinct expert and layer (target: within 1 point of the "
         "recording's 74.9 %); hits of decode are of routed experts",
     ]
     columns = ("cell", "tok/s", "hits, whole run", "hits, decode", "dropped", "weight dropped", "MiB/token")
