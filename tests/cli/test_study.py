@@ -116,7 +116,7 @@ def test_a_study_with_other_settings_is_refused(command: Command, data: Path, tm
     from moetriage.study.spec import smoke
     from moetriage.train.data import open_data
 
-    StudyFolder(out).begin(smoke(), open_data(data).digest, 0.04)
+    StudyFolder(out).begin(smoke(), open_data(data).digest_with_heldout, 0.04)
     result = command("study", "run", data, out, "--preset", "smoke", "--load-balance", "0.01", "--precision", "bf16")
     assert result.code == 2
     assert result.errors == [f"moetriage: {out}: holds a study with other settings (precision, load_balance_weight); choose another folder"]

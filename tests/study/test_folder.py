@@ -130,8 +130,8 @@ def test_a_result_that_cannot_be_reported_is_named(change: Any, message: str, fo
         lambda about: about["spec"].update(learning_rate=1e400),
         lambda about: about.update(threshold="x"),
         lambda about: about.update(threshold=7.0),
-        lambda about: about.update(data_sha256=None),
-        lambda about: about.update(format=2),
+        lambda about: about.update(data_digest=None),
+        lambda about: about.update(format=1),
     ],
 )
 def test_a_damaged_study_is_named(change: Any, folder: StudyFolder) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from moetriage.study.run import run_study
 from moetriage.study.setting import Resources, Setting
 from moetriage.study.spec import CORE, EXTRA, Cell, Condition, StudySpec, full, smoke
 from moetriage.train.corpus import files_corpus
+from moetriage.train.data import Data
 from moetriage.train.data_build import build
 from moetriage.train.files import sole_writer
 
@@ -82,8 +84,29 @@ def test_conditions_share_initial_weights_and_batches_within_a_seed(setting: Set
 
 def test_held_out_batches_are_the_same_for_all_seeds_and_overlap_no_training(setting: Setting) -> None:
     assert setting.heldout() == setting.heldout()
-    assert setting.training(0) != setting.training(1)
     assert setting.heldout().stream is setting.data.heldout
+    assert not np.array_equal(setting.training(0).at(0)[0], setting.training(1).at(0)[0])
+
+
+def test_no_step_of_the_first_seed_trains_on_what_it_was_calibrated_with(setting: Setting) -> None:
+    batches, spec = setting.training(SPEC.seeds[0]), SPEC
+    rows = [tuple(row) for step in range(spec.steps + spec.calibration_batches) for row in batches.at(step)[0].tolist()]
+    trained, calibrated = rows[: spec.steps * spec.batch_size], rows[spec.steps * spec.batch_size :]
+    assert not set(trained) & set(calibrated)
+
+
+def test_data_that_would_have_to_be_read_twice_are_refused(setting: Setting) -> None:
+    long = Setting(spec=replace(SPEC, steps=10**6), folder=setting.folder, resources=ONE)
+    with pytest.raises(UsageError, match="training and calibration need 2000004 different ones"):
+        long.check()
+
+
+def test_other_held_out_texts_make_other_data(setting: Setting, tmp_path: Path) -> None:
+    manifest = json.loads(json.dumps(setting.data.manifest))
+    manifest["heldout"]["shards"][0]["sha256"] = "0" * 64
+    other = Data(setting.folder, manifest)
+    assert other.digest == setting.data.digest
+    assert other.digest_with_heldout != setting.data.digest_with_heldout
 
 
 def test_the_threshold_is_the_median_margin_at_initialisation(setting: Setting) -> None:

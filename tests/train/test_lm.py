@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from moetriage.errors import UsageError
-from moetriage.train import model_config
+from moetriage.train import cross_entropy, model_config
 from moetriage.train.cross_entropy import CHUNK, GROUP, linear_cross_entropy
 from moetriage.train.lm import NanoMoE
 from moetriage.train.model_config import ModelConfig
@@ -134,6 +134,23 @@ def test_chunked_cross_entropy_has_the_value_and_gradients_of_the_plain_one(n_to
     assert torch.allclose(loss, expected, atol=1e-6)
     assert torch.allclose(found[0], hidden.grad, atol=1e-6)
     assert torch.allclose(found[1], weight.grad, atol=1e-5)
+
+
+def test_without_gradients_the_logits_gradient_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        kept.append(options["kept"])
+        return exponentials(*arguments, **options)
+
+    exponentials = cross_entropy._exponentials
+    monkeypatch.setattr(cross_entropy, "_exponentials", spy)
+    weight = torch.randn(9, 4, requires_grad=True)
+    with torch.no_grad():
+        without = linear_cross_entropy(torch.randn(5, 4), weight, torch.arange(5))
+    assert not without.requires_grad
+    linear_cross_entropy(torch.randn(5, 4), weight, torch.arange(5)).backward()
+    assert kept == [False, True]
 
 
 def test_a_word_that_seemed_impossible_has_its_finite_loss_and_gradient() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from torch import Tensor, nn
 
 from moetriage.errors import UsageError
 from moetriage.train.admission import POLICIES, THRESHOLD_POLICIES
-from moetriage.train.metrics import combine
+from moetriage.train.metrics import RoutingStats, combine
 from moetriage.train.patch import Patched, patch
+from moetriage.train.threshold import MarginMedian
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,6 +51,15 @@ def tokens_of(*shape: int) -> Tensor:
     return torch.randint(1, 53, shape)
 
 
+@contextmanager
+def counted(handle: Patched) -> Iterator[list[RoutingStats]]:
+    """Collect the counts of each block call inside; they are there after it."""
+    found: list[RoutingStats] = []
+    with handle.record() as calls:
+        yield found
+    found += [call.stats for call in calls]
+
+
 def patched(model: nn.Module, policy: str = "top2", factor: float = 1.25, **settings: Any) -> Patched:
     threshold = 0.1 if policy in THRESHOLD_POLICIES else None
     return patch(model, policy=policy, capacity_factor=factor, **({"margin_threshold": threshold} | settings))
@@ -59,7 +71,7 @@ def test_with_ample_capacity_the_model_computes_what_it_did(family: str, policy:
     model, tokens_BS = model_of(family), tokens_of(3, 12)
     before = model(tokens_BS).logits
     handle = patched(model, policy, 6.0)
-    with handle.record() as records:
+    with counted(handle) as records:
         assert torch.allclose(model(tokens_BS).logits, before, atol=1e-5)
     assert [int(stats.accepted.sum()) for stats in records] == [72, 72]
 
@@ -70,7 +82,7 @@ def test_scarce_capacity_drops_and_counts_and_removal_brings_the_model_back(fami
     before = model(tokens_BS).logits
     handle = patched(model, "capsel2", 0.5)
     assert len(handle.blocks) == 2
-    with handle.record() as records:
+    with counted(handle) as records:
         assert not torch.allclose(model(tokens_BS).logits, before, atol=1e-3)
     for stats in records:
         assert int(stats.tokens) == 36
@@ -94,10 +106,10 @@ def test_every_policy_trains_the_router_of_a_patched_model(policy: str) -> None:
 def test_padding_takes_no_capacity_and_counts_nowhere() -> None:
     model, tokens_BS = model_of("Mixtral"), tokens_of(1, 10)
     handle = patched(model, "capsel2", 0.75)
-    with handle.record() as alone:
+    with counted(handle) as alone:
         wanted = model(tokens_BS, attention_mask=torch.ones(1, 10)).logits
     padded_BS, mask_BS = torch.cat((torch.zeros(1, 6, dtype=torch.int64), tokens_BS), 1), torch.tensor([[0] * 6 + [1] * 10])
-    with handle.record() as records:
+    with counted(handle) as records:
         found = model(padded_BS, attention_mask=mask_BS, position_ids=(mask_BS.cumsum(1) - 1).clamp(min=0)).logits
     assert torch.allclose(found[:, 6:], wanted, atol=1e-5)
     for one, other in zip(records, alone, strict=True):
@@ -115,10 +127,23 @@ def test_a_mask_holds_for_its_own_forward_whichever_module_is_called() -> None:
         lambda: model.model(tokens_BS, mask_BS),
         lambda: model(tokens_BS),
     ]
-    with handle.record() as records:
+    with counted(handle) as records:
         for call in calls:
             call()
     assert [int(stats.tokens) for stats in records[::2]] == [11, 14, 11, 14]
+
+
+def test_a_threshold_can_follow_what_the_blocks_recorded() -> None:
+    model, tokens_BS = model_of("Mixtral"), tokens_of(3, 12)
+    handle, median = patched(model, "capsel2-online", 1.25), MarginMedian()
+    assert handle.threshold is not None
+    with handle.record() as calls:
+        model(tokens_BS)
+    median.update(torch.cat([call.plan.margin_T for call in calls]))
+    handle.threshold.copy_(median.value)
+    with counted(handle) as records:
+        model(tokens_BS)
+    assert sum(int(stats.uncertain) for stats in records) == 36  # half of 36 tokens in 2 layers
 
 
 def test_a_mask_that_does_not_tell_padding_is_warned_of() -> None:
@@ -142,7 +167,7 @@ def test_generation_with_a_cache_goes_through_admission() -> None:
     model = model_of("Mixtral")
     handle = patched(model, "top2", 6.0)
     tokens_BS = tokens_of(2, 5)
-    with handle.record() as records:
+    with counted(handle) as records:
         found = model.generate(tokens_BS, attention_mask=torch.ones_like(tokens_BS), max_new_tokens=4, do_sample=False)
     assert [int(stats.tokens) for stats in records] == [10, 10, 2, 2, 2, 2, 2, 2]
     handle.remove()
@@ -166,7 +191,7 @@ def test_checkpointing_counts_nothing_twice_and_keeps_the_gradients() -> None:
         if checkpointed:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.zero_grad()
-        with handle.record() as records:
+        with counted(handle) as records:
             model(tokens_BS, labels=tokens_BS).loss.backward()
         grads.append([parameter.grad.clone() for parameter in model.parameters()])
         counts.append(int(combine(records).tokens))
@@ -179,7 +204,7 @@ def test_evaluation_has_a_capacity_of_its_own() -> None:
     handle = patched(model, "top2", 0.5, eval_capacity_factor=6.0)
     for training in (True, False, True):
         model.train(training)
-        with handle.record() as records:
+        with counted(handle) as records:
             model(tokens_BS)
         loads.append(int(records[0].expert_load_E.sum()))
     assert loads[0] == loads[2] <= 18 < loads[1] == 72
@@ -190,7 +215,7 @@ def test_the_threshold_is_read_at_each_call() -> None:
     handle = patched(model, "capsel2-online", 6.0)
     for threshold in (0.0, 1.0):
         handle.threshold.fill_(threshold)
-        with handle.record() as records:
+        with counted(handle) as records:
             model(tokens_BS)
         counts.append(int(records[0].uncertain))
     assert counts == [0, 36]
@@ -201,7 +226,7 @@ def test_more_than_two_experts_are_refused_unless_narrowing_is_accepted() -> Non
     with pytest.raises(UsageError, match=r"model\.layers\.0\.mlp gives each token 4 experts.*narrow=True"):
         patched(model)
     handle = patched(model, "top2", 6.0, narrow=True)
-    with handle.record() as records:
+    with counted(handle) as records:
         model(tokens_BS)
     assert int(records[0].accepted.sum()) == 72
 
@@ -240,7 +265,7 @@ def test_bfloat16_models_keep_their_type() -> None:
     [
         ({"policy": "capsel3"}, "policy 'capsel3': must be"),
         ({"policy": "dropless"}, "what the model does unpatched"),
-        ({"policy": "top1"}, "renormalise with policy 'top1'.*use False"),
+        ({"policy": "top1"}, "renormalise with policy 'top1'.*use renormalise=False"),
         ({"policy": "top2", "factor": 0.0}, "capacity factor 0.0"),
         ({"policy": "capsel2", "margin_threshold": None}, "needs a finite margin_threshold"),
     ],

@@ -16,7 +16,7 @@ from moetriage.study.spec import Cell, StudySpec
 from moetriage.train.files import damaged, read_object, write_whole
 
 Row = dict[str, Any]
-FORMAT = 1
+FORMAT = 2
 _RUN_AGAIN = "remove it and run the study again"
 _OTHER_FOLDER = "run the study again in another folder"
 
@@ -29,7 +29,7 @@ class StudyFolder:
         self._about = path / "study.json"
         self._cells = path / "cells"
 
-    def open(self, spec: StudySpec, data_sha256: str) -> float | None:
+    def open(self, spec: StudySpec, data_digest: str) -> float | None:
         """Make the folder, or go on with it, and return the threshold if it was measured already.
 
         Raises UsageError if the folder holds another study, one on other data, or something else.
@@ -39,21 +39,19 @@ class StudyFolder:
                 raise UsageError(f"{self.path}: exists and is no study; choose another folder")
             _make_folder(self._cells)
             return None
-        found, found_sha256, threshold = self.read()
+        found, found_digest, threshold = self.read()
         if found != spec:
             ours, theirs = spec.as_dict(), found.as_dict()
             names = [name for name, value in ours.items() if theirs[name] != value]
             raise UsageError(f"{self.path}: holds a study with other settings ({', '.join(names)}); choose another folder")
-        if found_sha256 != data_sha256:
-            raise UsageError(
-                f"{self.path}: holds a study on other data ({found_sha256[:12]}, not {data_sha256[:12]}); choose another folder"
-            )
+        if found_digest != data_digest:
+            raise UsageError(f"{self.path}: holds a study on other data ({found_digest}, not {data_digest}); choose another folder")
         _make_folder(self._cells)
         return threshold
 
-    def begin(self, spec: StudySpec, data_sha256: str, threshold: float) -> None:
+    def begin(self, spec: StudySpec, data_digest: str, threshold: float) -> None:
         """Store what this study is of."""
-        about = {"format": FORMAT, "spec": spec.as_dict(), "data_sha256": data_sha256, "threshold": threshold}
+        about = {"format": FORMAT, "spec": spec.as_dict(), "data_digest": data_digest, "threshold": threshold}
         write_json(self._about, about)
 
     def read(self) -> tuple[StudySpec, str, float]:
@@ -64,10 +62,10 @@ class StudyFolder:
         with damaged(self._about, hint=_OTHER_FOLDER):
             if about["format"] != FORMAT:
                 raise UsageError(f"is of format {about['format']!r}, and this version reads {FORMAT}")
-            spec, data_sha256, threshold = StudySpec.from_dict(about["spec"]), about["data_sha256"], about["threshold"]
-            if not isinstance(data_sha256, str) or not isinstance(threshold, float) or not 0 <= threshold <= 1:
-                raise ValueError(f"data {data_sha256!r}, threshold {threshold!r}")
-        return spec, data_sha256, threshold
+            spec, data_digest, threshold = StudySpec.from_dict(about["spec"]), about["data_digest"], about["threshold"]
+            if not isinstance(data_digest, str) or not isinstance(threshold, float) or not 0 <= threshold <= 1:
+                raise ValueError(f"data {data_digest!r}, threshold {threshold!r}")
+        return spec, data_digest, threshold
 
     def has(self, cell: Cell) -> bool:
         """Say whether the cell is done."""

@@ -41,11 +41,11 @@ def run_study(
     setting = Setting(spec=spec, folder=data, resources=resources)
     setting.check()
     folder = StudyFolder(out)
-    threshold = folder.open(spec, setting.data.digest)
+    threshold = folder.open(spec, setting.data.digest_with_heldout)
     with sole_writer(out):
         if threshold is None:
             threshold = calibrate(setting)
-            folder.begin(spec, setting.data.digest, threshold)
+            folder.begin(spec, setting.data.digest_with_heldout, threshold)
         folder.results(spec)  # a damaged one is found now, not when all others are done
         missing = [cell for cell in spec.cells if not folder.has(cell)]
         bar = _Bar(spec, len(missing), progress)

@@ -74,7 +74,14 @@ class Setting:
     def check(self) -> None:
         """Raise UsageError for data that do not fit, are too few or were changed."""
         self.data.verify()
-        self.training(self.spec.seeds[0]).validate()
+        training = self.training(self.spec.seeds[0])
+        training.validate()
+        wanted = (self.spec.steps + self.spec.calibration_batches) * self.spec.batch_size
+        if training.per_epoch < wanted:
+            raise UsageError(
+                f"corpus too small: its first shard gives {training.per_epoch} sequences of {self.spec.context} tokens and training and "
+                f"calibration need {wanted} different ones; build data from more text"
+            )
         heldout = self.heldout()
         needed = self.spec.heldout_batches * self.spec.batch_size
         if heldout.per_epoch < needed:

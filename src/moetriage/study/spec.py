@@ -8,7 +8,6 @@ What that text leaves open is fixed here, for all conditions alike, and was not 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -163,10 +162,6 @@ class StudySpec:
             raise UsageError(f"not the settings of a study: {error}; was it written by another version?") from error
         spec.validate()
         return spec
-
-    def digest(self, data_sha256: str) -> str:
-        """Return what tells this study, on this data, from any other."""
-        return hashlib.sha256(json.dumps([self.as_dict(), data_sha256], sort_keys=True).encode()).hexdigest()
 
 
 def _check_types(spec: StudySpec) -> None:

@@ -81,6 +81,7 @@ def save_checkpoint(
         for name, data in ((TOKENIZER, tokenizer), (_ABOUT, (json.dumps(content, indent=1) + "\n").encode())):
             (partial / name).write_bytes(data)
             _to_disk(partial / name)
+        _to_disk(partial)
         replace_folder(partial, folder)
         _to_disk(run)
     except (OSError, safetensors.SafetensorError) as error:

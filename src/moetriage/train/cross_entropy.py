@@ -28,23 +28,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     D wide and not V. The target's own part is a row of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    def forward(ctx: Any, keep: bool, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
         weight = weight_VD.to(hidden_TD.dtype)
         counted_T = targets_T >= 0
         share_T = counted_T / counted_T.sum().clamp(min=1)
         targets_T = targets_T.clamp(min=0)
-        needs_grad = any(ctx.needs_input_grad)
-        grad_hidden_TD = torch.empty_like(hidden_TD)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+        grad_hidden_TD = torch.empty_like(hidden_TD) if keep else hidden_TD[:0]
+        grad_weight_VD = torch.zeros_like(weight_VD if keep else weight_VD[:0], dtype=torch.promote_types(weight_VD.dtype, torch.float32))
         nats_T = torch.empty_like(share_T)
         for start in range(0, len(targets_T), GROUP):
             group = slice(start, start + GROUP)
-            nats_T[group], sum_T, exp_TV = _exponentials(hidden_TD[group], weight, targets_T[group], kept=needs_grad)
-            if needs_grad:
+            nats_T[group], sum_T, exp_TV = _exponentials(hidden_TD[group], weight, targets_T[group], kept=keep)
+            if keep:
                 scale_T1 = (share_T[group] / sum_T).unsqueeze(1)
                 torch.mm(exp_TV, weight, out=grad_hidden_TD[group]).mul_(scale_T1.to(weight.dtype))
                 grad_weight_VD += exp_TV.T @ (hidden_TD[group] * scale_T1).to(weight.dtype)
-        if needs_grad:
+        if keep:
             own_TD = share_T.unsqueeze(1)
             grad_hidden_TD -= (weight[targets_T] * own_TD).to(weight.dtype)
             grad_weight_VD.index_add_(0, targets_T, hidden_TD.to(grad_weight_VD.dtype) * own_TD, alpha=-1)
@@ -52,9 +51,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (nats_T * share_T).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None]:
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
-        return grad_hidden_TD * grads[0].to(grad_hidden_TD.dtype), grad_weight_VD * grads[0].to(grad_weight_VD.dtype), None
+        return None, grad_hidden_TD * grads[0].to(grad_hidden_TD.dtype), grad_weight_VD * grads[0].to(grad_weight_VD.dtype), None
 
 
 def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
@@ -63,7 +62,8 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
     hidden_TD: (T, D), any floating type, in which the products are computed. weight_VD: (V, D). targets_T: (T,) int64.
     The gradient reaches hidden states and weight; there is no second one.
     """
-    loss: Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T)
+    # Inside, where a gradient is needed looks the same with grad mode off.
+    loss: Tensor = _LinearCrossEntropy.apply(torch.is_grad_enabled(), hidden_TD, weight_VD, targets_T)
     return loss
 
 

@@ -8,6 +8,7 @@ Legend: B sequences, S positions.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -59,10 +60,16 @@ class Data:
     @property
     def digest(self) -> str:
         """sha256 of the training ids and the tokenizer, shortened: what a run was trained on."""
-        import hashlib
+        return self._digest("train")
 
-        parts = [self.manifest["tokenizer"]["sha256"], *(shard["sha256"] for shard in self.manifest["train"]["shards"])]
-        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+    @property
+    def digest_with_heldout(self) -> str:
+        """The same of the held-out ids, too: what a study was run on."""
+        return self._digest("train", "heldout")
+
+    def _digest(self, *names: str) -> str:
+        shards = (shard["sha256"] for name in names for shard in self.manifest[name]["shards"])
+        return hashlib.sha256("".join((self.manifest["tokenizer"]["sha256"], *shards)).encode()).hexdigest()[:16]
 
     def verify(self) -> None:
         """Compare all files with the manifest and with each other; raises UsageError for one that was changed or does not belong there."""
@@ -130,10 +137,6 @@ class Batches:
         rows = [self._sequence(step * self.batch + row) for row in range(self.batch)]
         both = np.stack(rows)
         return both[:, :-1], both[:, 1:]
-
-    def epochs(self, steps: int) -> float:
-        """Return how often ``steps`` steps go through the data."""
-        return steps * self.batch / self.per_epoch
 
     def _sequence(self, index: int) -> Ids:
         epoch, position = divmod(index, self.per_epoch)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,6 +82,14 @@ def _config(module: nn.Module, settings: dict[str, Any], renormalise: bool | Non
     return config
 
 
+@dataclass(frozen=True)
+class BlockCall:
+    """What one call of a patched block did: its counts, and who was admitted where (``plan.margin_T`` moves a MarginMedian)."""
+
+    stats: RoutingStats
+    plan: Plan
+
+
 class Patched:
     """Undo, observe and steer a patched model.
 
@@ -94,7 +103,7 @@ class Patched:
         self.threshold = None if margin_threshold is None else torch.tensor(margin_threshold, dtype=torch.float32)
         self._blocks = blocks
         self._mask_BS: Tensor | None = None
-        self._records: list[RoutingStats] | None = None
+        self._records: list[BlockCall] | None = None
         stacks = {_stack(model, block.name) for block in blocks}
         self._hooks = [model.get_submodule(name).register_forward_pre_hook(self._note_mask, with_kwargs=True) for name in stacks]
         for block in blocks:
@@ -109,8 +118,8 @@ class Patched:
         self._hooks, self._blocks = [], []  # the model may be patched again, which a second call must leave alone
 
     @contextmanager
-    def record(self) -> Iterator[list[RoutingStats]]:
-        """Collect the counts of each block call inside the ``with``, in order; a recompute in a backward counts nothing."""
+    def record(self) -> Iterator[list[BlockCall]]:
+        """Collect what each block call inside the ``with`` did, in order; a recompute in a backward is left out."""
         outer, self._records = self._records, []
         try:
             yield self._records
@@ -124,10 +133,10 @@ class Patched:
             return None
         return mask_BS[:, mask_BS.shape[1] - shape[1] :].reshape(-1)
 
-    def note(self, stats: RoutingStats) -> None:
-        """Record the counts of one call, unless it is a recompute of a running backward."""
+    def note(self, call: BlockCall) -> None:
+        """Record one call, unless it is a recompute of a running backward."""
         if self._records is not None and torch._C._current_graph_task_id() == -1:
-            self._records.append(stats)
+            self._records.append(call)
 
     def _note_mask(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Kept until the next forward, because a checkpointed backward calls the blocks again.
@@ -173,7 +182,7 @@ class _Block:
         require_finite(logits_TE, self.layer, self.shape[1])
         probs_TE = logits_TE.float().softmax(dim=1)
         self.plan = self._admit(probs_TE)
-        self.owner.note(stats_of_plan(self.plan, probs_TE.shape[1], self.owner.threshold))
+        self.owner.note(BlockCall(stats_of_plan(self.plan, probs_TE.shape[1], self.owner.threshold), self.plan))
         gates_TK = gates_of(probs_TE, self.plan.expert_TK, renormalise=self.config.renormalise)
         return logits_TE, gates_TK.to(own_gates.dtype), self.plan.expert_TK.masked_fill(self.plan.expert_TK < 0, probs_TE.shape[1])
 
