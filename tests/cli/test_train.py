@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from cli.support import Command
 
+from moetriage.train.policies import POLICIES
+
 if importlib.util.find_spec("torch") is None:
     pytest.skip("needs the extra train", allow_module_level=True)
 
@@ -99,8 +101,6 @@ def test_ctrl_c_while_the_text_is_priced_says_that_the_run_is_saved(
 
 
 def test_the_help_names_every_policy(command: Command) -> None:
-    from moetriage.train.admission import POLICIES
-
     said = re.sub(r"[\s│]+", " ", command("train", "--help").out)
     assert all(re.search(rf"[ ,]{re.escape(policy)}[,.]", said) for policy in POLICIES)
 

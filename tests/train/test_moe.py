@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moetriage.errors import UsageError
-from moetriage.train.admission import POLICIES, THRESHOLD_POLICIES
 from moetriage.train.moe import MoELayer, MoEOutput
-from moetriage.train.moe_config import DROPLESS, MoEConfig
+from moetriage.train.moe_config import MoEConfig
+from moetriage.train.policies import DROPLESS, ONE_EXPERT_POLICIES, POLICIES, THRESHOLD_POLICIES
 from moetriage.train.router import gates_of
 
-ONE_EXPERT = ("top1", "bpr-top1")
 EVERY = (DROPLESS, *POLICIES)
 
 
@@ -51,7 +50,7 @@ def experts_of(layer: MoELayer, x_TD: Tensor, output: MoEOutput) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(
-    ("policy", "renormalise"), [(name, flag) for name in EVERY for flag in (False, True) if not flag or name not in ONE_EXPERT]
+    ("policy", "renormalise"), [(name, flag) for name in EVERY for flag in (False, True) if not flag or name not in ONE_EXPERT_POLICIES]
 )
 def test_the_branch_is_the_granted_experts_weighted_by_the_routers_probabilities(policy: str, renormalise: bool) -> None:
     layer, x_BSD = layer_of(policy, renormalise=renormalise), torch.randn(2, 16, 8)
@@ -189,9 +188,11 @@ def test_without_drops_every_token_gets_what_its_policy_asks_for(policy: str) ->
     output = layer(x_BSD, drop_free=True)
     probs_TK = layer.router(x_BSD.view(-1, 8)).probs_TE.topk(2).values
     uncertain_T = probs_TK[:, 0] - probs_TK[:, 1] <= 0.1
-    second = {"primary+rescue": 0, **dict.fromkeys(ONE_EXPERT, 0), **dict.fromkeys(THRESHOLD_POLICIES, int(uncertain_T.sum()))}.get(
-        policy, 32
-    )
+    second = {
+        "primary+rescue": 0,
+        **dict.fromkeys(ONE_EXPERT_POLICIES, 0),
+        **dict.fromkeys(THRESHOLD_POLICIES, int(uncertain_T.sum())),
+    }.get(policy, 32)
     assert output.plan is not None
     assert (output.plan.expert_TK >= 0).sum(0).tolist() == [32, second]
     assert int(output.stats.uncovered) == 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from moetriage.errors import UsageError
-from moetriage.train.admission import POLICIES, THRESHOLD_POLICIES
 from moetriage.train.moe_config import MoEConfig
+from moetriage.train.policies import POLICIES, THRESHOLD_POLICIES
 
 SIZES: dict[str, Any] = {"d_model": 8, "d_expert": 12, "num_experts": 4, "renormalise": False}
 
@@ -60,3 +62,13 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message:
     with pytest.raises(UsageError, match=message) as caught:
         MoEConfig(**(SIZES | changes)).validate()
     assert "\n" not in str(caught.value)
+
+
+def test_settings_are_checked_without_torch() -> None:
+    code = (
+        "import sys; from moetriage.train.train_config import PRESETS\n"
+        "for preset in PRESETS.values(): preset.model().validate(); preset.train.validate()\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moetriage.errors import UsageError
+from moetriage.train.policies import DROPLESS, ONE_EXPERT_POLICIES, POLICIES, THRESHOLD_POLICIES, TWO_EXPERT_POLICIES
 
 if TYPE_CHECKING:
     from moetriage.train.model_config import ModelConfig
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _MODEL = "Model"
 _TRAINING = "Training"
 _DEFAULT_PRESET = "bundled"
+_EXPORTABLE = ", ".join((DROPLESS, *TWO_EXPERT_POLICIES))
+_WITH_THRESHOLD = ", ".join(policy for policy in POLICIES if policy in THRESHOLD_POLICIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +43,8 @@ class RunOptions:
         typer.Option(
             metavar="NAME",
             rich_help_panel=_MODEL,
-            help="dropless, or how experts with a capacity admit tokens (docs/capacity.md): top1, top2, bpr-top1, bpr-top2, fixed-top2, "
-            "capsel2, primary+rescue, primary+optional, capsel2-online, capsel2-causal, augment. Those that give every token the same "
-            "number of experts can be exported: dropless, top2, bpr-top2, fixed-top2.",
+            help=f"{DROPLESS}, or how experts with a capacity admit tokens (docs/capacity.md): {', '.join(POLICIES)}. Those that give "
+            f"every token the same number of experts can be exported: {_EXPORTABLE}.",
         ),
     ] = None
     capacity_factor: Annotated[
@@ -54,8 +56,7 @@ class RunOptions:
         typer.Option(
             metavar="TAU",
             rich_help_panel=_MODEL,
-            help="Ask for a second expert where the two best probabilities are this close: for capsel2 and its kin, primary+optional, "
-            "augment.",
+            help=f"Ask for a second expert where the two best probabilities are this close: for {_WITH_THRESHOLD}.",
         ),
     ] = None
     top_k: Annotated[int | None, typer.Option(metavar="K", rich_help_panel=_MODEL, help="Experts of a token when dropless.")] = None
@@ -117,21 +118,18 @@ class RunOptions:
 
         A token's only gate is not divided by itself, which would make it 1 and tell the router nothing.
         """
-        from moetriage.train.admission import POLICIES, THRESHOLD_POLICIES
-        from moetriage.train.moe_config import ONE_EXPERT_POLICIES
-
         changes = self._given("policy", "capacity_factor", "margin_threshold", "top_k")
         policy = changes.get("policy", moe.policy)
-        needed = {"capacity_factor": "--capacity-factor 1.25"} if policy != "dropless" else {}
+        needed = {"capacity_factor": "--capacity-factor 1.25"} if policy != DROPLESS else {}
         if policy in THRESHOLD_POLICIES:
             needed["margin_threshold"] = "--margin-threshold 0.03 (docs/capacity.md says how to choose)"
         if policy in POLICIES and (missing := [text for name, text in needed.items() if changes.get(name, getattr(moe, name)) is None]):
             raise UsageError(f"--policy {policy} needs {' and '.join(missing)}")
-        if policy != "dropless":
+        if policy != DROPLESS:
             changes.setdefault("top_k", 2)  # admission looks at the two best
         if policy not in THRESHOLD_POLICIES:
             changes.setdefault("margin_threshold", None)
-        if policy == "dropless":
+        if policy == DROPLESS:
             changes.setdefault("capacity_factor", None)
         if policy in ONE_EXPERT_POLICIES or changes.get("top_k") == 1:
             changes["renormalise"] = False

@@ -25,6 +25,7 @@ from moetriage.study.setting import Setting, repeatable
 from moetriage.study.spec import Cell, Condition
 from moetriage.train.lm import NanoMoE
 from moetriage.train.optimum import optimum
+from moetriage.train.policies import ONLINE
 from moetriage.train.router import Routing
 from moetriage.train.threshold import MarginMedian, median_margin
 from moetriage.train.trainer import clip_gradients
@@ -74,7 +75,7 @@ def run_cell(setting: Setting, cell: Cell, threshold: float, on_step: Callable[[
 def _train(setting: Setting, cell: Cell, model: NanoMoE, threshold: float, on_step: Callable[[], None]) -> tuple[Curves, list[float]]:
     spec = setting.spec
     optimizer, schedule = optimiser(spec, model)
-    following = MarginMedian(device=setting.resources.device) if cell.condition.policy == "capsel2-online" else None
+    following = MarginMedian(device=setting.resources.device) if cell.condition.policy == ONLINE else None
     curves, seconds = Curves(_fixed(model, threshold)), list[float]()
     batches = setting.training(cell.seed)
     model.train()

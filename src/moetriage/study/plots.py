@@ -15,6 +15,7 @@ from moetriage.errors import UsageError
 from moetriage.study.spec import BASELINE, CORE, EXTRA, Condition, StudySpec
 from moetriage.study.summary import CAPSEL, METRICS, summarise
 from moetriage.train.files import write_whole
+from moetriage.train.policies import ONLINE
 
 Row = dict[str, Any]
 Cells = dict[str, list[Row]]
@@ -22,6 +23,8 @@ Cells = dict[str, list[Row]]
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and two darker ones; markers tell them apart, too.
 _COLOURS = ("#999999", "#56B4E9", "#E69F00", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#000000", "#7B4F2A", "#A89B00")
 _MARKERS = "os^DvPX*<>"
+#: The condition whose threshold follows training.
+_ONLINE = f"{ONLINE}@1.25"
 _QUANTILE_NAMES = ("5 %", "25 %", "median", "75 %", "95 %")
 
 
@@ -143,8 +146,8 @@ def _margins(axes: Any, groups: Cells, threshold: float) -> None:
     axes.fill_between(steps, quarter, three, color="#0072B2", alpha=0.25, label=f"{_QUANTILE_NAMES[1]} to {_QUANTILE_NAMES[3]}")
     axes.plot(steps, median, color="#0072B2", label=_QUANTILE_NAMES[2])
     axes.axhline(threshold, color="black", linestyle="--", label=f"fixed threshold {threshold:.5f}")
-    online = groups.get("capsel2-online@1.25")
+    online = groups.get(_ONLINE)
     if online:
-        axes.plot(steps, _mean([cell["training"]["threshold"] for cell in online]), color="#D55E00", label="threshold of capsel2-online")
+        axes.plot(steps, _mean([cell["training"]["threshold"] for cell in online]), color="#D55E00", label=f"threshold of {ONLINE}")
     axes.set(xlabel="step", ylabel="difference of the two best router probabilities", yscale="log")
     axes.set_title("Does the threshold still mean what it meant at the start?")

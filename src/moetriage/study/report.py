@@ -14,6 +14,7 @@ from typing import Any
 from moetriage.study.reference import RULE, SOURCE
 from moetriage.study.spec import BASELINE
 from moetriage.study.summary import CAPSEL
+from moetriage.train.policies import ONLINE
 
 Row = dict[str, Any]
 
@@ -161,7 +162,7 @@ def _design(summary: Row) -> str:
         f"{spec['betas'][0]:g} and {spec['betas'][1]:g}, weight decay {spec['weight_decay']:g}, {spec['warmup_steps']} warm-up steps, then "
         f"a cosine down to {spec['final_lr_fraction']:g} of it, gradients clipped at {spec['clip_norm']:g}; {balance}. Conditions share "
         f"data, order of batches and initialisation within a seed. The margin threshold, {summary['threshold']:.5f}, is the median margin "
-        f"of {spec['calibration_batches']} batches at the first seed's initialisation, and fixed (capsel2-online alone lets it follow "
+        f"of {spec['calibration_batches']} batches at the first seed's initialisation, and fixed ({ONLINE} alone lets it follow "
         f"the running median).{missing}"
     )
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from moetriage.errors import UsageError
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.moe_config import MoEConfig
+from moetriage.train.policies import CAUSAL, ONLINE, THRESHOLD_POLICIES
 
 Precision = Literal["fp32", "bf16"]
 
@@ -42,8 +43,7 @@ CORE = (
     Condition(policy="capsel2", capacity_factor=1.25, core=True),
 )
 EXTRA = tuple(
-    Condition(policy=policy, capacity_factor=1.25)
-    for policy in ("primary+rescue", "primary+optional", "capsel2-online", "capsel2-causal", "augment")
+    Condition(policy=policy, capacity_factor=1.25) for policy in ("primary+rescue", "primary+optional", ONLINE, CAUSAL, "augment")
 )
 MAX_SEEDS = 1000
 #: Beyond this the loss of the text is lost beside it.
@@ -121,8 +121,6 @@ class StudySpec:
 
     def model(self, condition: Condition, *, vocab_size: int, threshold: float) -> ModelConfig:
         """Return the model of a condition; nothing but the admission of tokens differs between two of them."""
-        from moetriage.train.admission import THRESHOLD_POLICIES  # loads torch, which a report does without
-
         moe = MoEConfig(
             d_model=self.d_model,
             d_expert=self.d_expert,

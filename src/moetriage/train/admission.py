@@ -8,56 +8,21 @@ Legend: T tokens, E experts, K = 2 choices.
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import torch
 from torch import Tensor
 
 from moetriage.errors import UsageError
 from moetriage.train.causal import admit_causal
-from moetriage.train.ordered import ORDERED, admit_ordered
+from moetriage.train.ordered import admit_ordered
 from moetriage.train.passes import Choices, two_best
 from moetriage.train.plan import NONE, OPTIONAL, PRIMARY, RESCUE, Plan
+from moetriage.train.policies import CAUSAL, ORDERED, POLICIES, THRESHOLD_POLICIES, capacity
 from moetriage.train.selective import admit_selective
 
 __all__ = ["NONE", "OPTIONAL", "POLICIES", "PRIMARY", "RESCUE", "THRESHOLD_POLICIES", "Plan", "admit", "capacity"]
 
-POLICIES = (
-    "top1",
-    "top2",
-    "bpr-top1",
-    "bpr-top2",
-    "fixed-top2",
-    "capsel2",
-    "primary+rescue",
-    "primary+optional",
-    "capsel2-online",
-    "capsel2-causal",
-    "augment",
-)
-#: These have an optional pass, so they need a margin threshold.
-THRESHOLD_POLICIES = frozenset({"capsel2", "primary+optional", "capsel2-online", "capsel2-causal", "augment"})
 #: More tokens than any batch has; times a position it is still an int64.
 MAX_CAPACITY = 1 << 40
-#: Above this a capacity factor is a slip, refused before anything of that size is allocated.
-MAX_CAPACITY_FACTOR = 1024
-
-
-def capacity(factor: float | str | Fraction, n_tokens: int, n_experts: int) -> int:
-    """Return ceil(factor * n_tokens / n_experts), exactly: 1.1 is eleven tenths, not the float next to it.
-
-    factor: above 0, at most 1024; a float counts as the decimal that it is written as. n_tokens: unmasked tokens. Raises UsageError.
-    """
-    try:
-        # Of a text like 1e999999999 the exact value would take all memory; as a float it is infinite or 0.
-        exact = Fraction(str(factor)) if "/" in str(factor) or 0 < float(factor) <= MAX_CAPACITY_FACTOR else Fraction(0)
-    except (ValueError, TypeError, OverflowError, ZeroDivisionError):
-        exact = Fraction(0)  # nan, inf, a word: refused below like any other
-    if not 0 < exact <= MAX_CAPACITY_FACTOR:
-        raise UsageError(f"capacity factor {factor!r}: must be a number above 0 and at most {MAX_CAPACITY_FACTOR}; 1.25 is usual")
-    if isinstance(n_tokens, float) or isinstance(n_experts, float) or n_experts < 1 or n_tokens < 0:
-        raise UsageError(f"capacity of {n_experts} experts for {n_tokens} tokens: needs whole numbers, of at least 1 expert and 0 tokens")
-    return -(-exact.numerator * n_tokens // (exact.denominator * n_experts))
 
 
 def admit(
@@ -90,7 +55,7 @@ def admit(
         _check_values(choices)
     if policy in ORDERED:
         return admit_ordered(choices, policy, capacity)
-    if policy == "capsel2-causal":
+    if policy == CAUSAL:
         assert margin_threshold is not None
         assert sequence_length is not None
         return admit_causal(choices, capacity, margin_threshold, sequence_length)
@@ -117,7 +82,7 @@ def _check_settings(n_tokens: int, policy: str, threshold: float | Tensor | None
         # math.isnan does not compile for a number that the graph takes as an input.
         if not isinstance(threshold, Tensor) and (threshold != threshold or threshold < 0):
             raise UsageError(f"margin_threshold {threshold}: must be a number from 0 up; 0 gives second experts at ties alone")
-    if policy == "capsel2-causal" and (sequence_length is None or sequence_length < 1 or n_tokens % sequence_length):
+    if policy == CAUSAL and (sequence_length is None or sequence_length < 1 or n_tokens % sequence_length):
         raise UsageError(f"policy {policy}, {n_tokens} tokens: needs sequence_length, which must divide them; got {sequence_length}")
 
 

@@ -28,14 +28,13 @@ from moetriage.gguf.writer import Value
 from moetriage.train.checkpoint import load_model, open_checkpoint
 from moetriage.train.files import damaged
 from moetriage.train.model_config import ModelConfig
+from moetriage.train.policies import DROPLESS, TWO_EXPERT_POLICIES
 from moetriage.train.tokenizer import END_OF_TEXT
 
 ARCHITECTURE = "qwen3moe"
 #: What ``--type`` takes, and the number of general.file_type (llama_ftype) for each, which other tools show.
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_0": 2}
 DEFAULT_TYPE = "q8_0"
-#: Always two experts a token where no capacity is in the way, so that a limit of capacity is all that the engine leaves out.
-_TWO_EXPERT_POLICIES = ("top2", "bpr-top2", "fixed-top2")
 _F32 = "f32"
 #: Names within a layer, here and in the file. Vectors and the router stay in f32, as llama.cpp's converters leave them: they are small,
 #: and a rounded router chooses other experts.
@@ -85,10 +84,11 @@ def check_exportable(config: ModelConfig) -> None:
         )
     if moe.activation != "swiglu":
         raise UsageError(f"experts with {moe.activation} cannot be exported: those with swiglu can")
-    if not moe.dropless and moe.policy not in _TWO_EXPERT_POLICIES:
+    # Without a limit of capacity these give every token two experts, so the limit is all that the engine leaves out.
+    if not moe.dropless and moe.policy not in TWO_EXPERT_POLICIES:
         raise UsageError(
             f"a model trained with policy {moe.policy!r} cannot be exported, as an engine gives every token the same number of experts: "
-            f"dropless, {', '.join(_TWO_EXPERT_POLICIES)} can"
+            f"{', '.join((DROPLESS, *TWO_EXPERT_POLICIES))} can"
         )
     if moe.top_k > moe.num_experts:
         raise UsageError(

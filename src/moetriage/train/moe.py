@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from moetriage.errors import UsageError
 from moetriage.train import expert_loop
-from moetriage.train.admission import THRESHOLD_POLICIES, admit, capacity
+from moetriage.train.admission import admit
 from moetriage.train.dispatch import ROW_MULTIPLE, combine, gather, padded_slots, sorted_slots
 from moetriage.train.experts import Experts
 from moetriage.train.losses import load_balancing_loss, z_loss
 from moetriage.train.metrics import RoutingStats, stats_of_choices, stats_of_plan
 from moetriage.train.moe_config import MoEConfig
 from moetriage.train.plan import Plan
+from moetriage.train.policies import THRESHOLD_POLICIES, capacity
 from moetriage.train.router import Router, Routing, gates_of
 
 

@@ -1,7 +1,7 @@
 """Settings of one MoE layer as a frozen dataclass; validated without a model.
 
 In: what a caller or a checkpoint's JSON says. Out: one ``MoEConfig`` that ``moe.MoELayer`` builds from. Knows nothing of the model around
-the layer.
+the layer, and needs no torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from moetriage.errors import UsageError
+from moetriage.train.policies import DROPLESS, ONE_EXPERT_POLICIES, POLICIES, THRESHOLD_POLICIES, capacity
 
-#: Every token reaches all its top_k experts; no capacity, no plan.
-DROPLESS = "dropless"
-#: Policies that grant a token one expert alone.
-ONE_EXPERT_POLICIES = ("top1", "bpr-top1")
 #: Beyond this a width or a number of experts is a slip: the product of three such sizes is still an address.
 MAX_SIZE = 1 << 18
 
@@ -34,11 +31,11 @@ class MoEConfig:
     renormalise: divide the granted experts' probabilities by their sum; if not, a token's gates sum to less than 1. No default: it
         changes what the layer computes. With a single granted expert the gate becomes 1 and tells the router nothing, so no policy
         that grants one expert alone (top1, bpr-top1, or top_k=1) allows it.
-    policy: "dropless", or one of ``admission.POLICIES``.
+    policy: "dropless", or one of ``policies.POLICIES``.
     top_k: experts of a token when dropless, 1 to num_experts; admission policies look at the two best and need it to be 2.
     capacity_factor: phi of capacity = ceil(phi * N / E); for admission policies only, where it is required.
     eval_capacity_factor: phi in evaluation mode; None is the training one.
-    margin_threshold: a token whose two best probabilities lie this close asks for both; for ``admission.THRESHOLD_POLICIES``.
+    margin_threshold: a token whose two best probabilities lie this close asks for both; for ``policies.THRESHOLD_POLICIES``.
     activation: "swiglu" (gate, up and down matrices) or "gelu" (two matrices). bias: biases in the experts, "gelu" only.
     load_balance_weight, z_loss_weight: factors of the auxiliary losses; 0 leaves the loss out.
     loss_free_bias_rate: step of the selection bias that balances the load without a loss, dropless only; 0 leaves it out.
@@ -98,8 +95,6 @@ class MoEConfig:
             raise UsageError("renormalise with top_k 1: every gate would be 1 and the router would learn nothing; use renormalise=False")
 
     def _validate_policy(self) -> None:
-        from moetriage.train.admission import POLICIES
-
         if self.policy not in POLICIES:
             raise UsageError(f"policy {self.policy!r}: must be {DROPLESS} or one of {', '.join(POLICIES)}")
         if self.top_k != 2:
@@ -117,8 +112,6 @@ class MoEConfig:
         self._validate_capacity_and_threshold()
 
     def _validate_capacity_and_threshold(self) -> None:
-        from moetriage.train.admission import THRESHOLD_POLICIES, capacity
-
         for factor in (self.capacity_factor, self.eval_capacity_factor):
             if factor is not None:
                 if not is_number(factor):

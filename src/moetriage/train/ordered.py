@@ -12,15 +12,7 @@ import torch
 
 from moetriage.train.passes import Choices, largest_first, queue
 from moetriage.train.plan import Plan, make_plan
-
-#: What first and second choices are ordered by: a field of Choices, or None for the position. No second entry: no second choices.
-ORDERED: dict[str, tuple[str | None, ...]] = {
-    "top1": (None,),
-    "top2": (None, None),
-    "bpr-top1": ("best_T",),
-    "bpr-top2": ("best_T", "best_T"),
-    "fixed-top2": ("best_T", "rest_T"),
-}
+from moetriage.train.policies import ORDERED
 
 
 def admit_ordered(choices: Choices, policy: str, capacity: int) -> Plan:

@@ -20,6 +20,7 @@ from moetriage.errors import UsageError
 from moetriage.train.lm import LMOutput, NanoMoE
 from moetriage.train.losses import loss_free_bias_update
 from moetriage.train.metrics import RoutingStats
+from moetriage.train.policies import ONLINE
 from moetriage.train.threshold import MarginMedian
 from moetriage.train.train_config import TrainConfig
 
@@ -27,7 +28,6 @@ _RNG = "rng"
 _MEDIAN = "median"
 #: What AdamW keeps of each parameter.
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-ONLINE = "capsel2-online"
 
 
 @dataclass(frozen=True, kw_only=True)
