@@ -15,13 +15,13 @@ from moetriage.cli import terminal
 from moetriage.cli.extras import need_train_extra
 from moetriage.cli.options import Json
 from moetriage.errors import UsageError
+from moetriage.train.model_config import DEFAULT_VOCAB
 
 if TYPE_CHECKING:
     from moetriage.train.corpus import Corpus
 
 app = typer.Typer(help="Make texts ready to train on.", no_args_is_help=True)
 
-_VOCAB = 4096
 _MAX_MB = 64
 
 
@@ -43,7 +43,7 @@ def build(
     max_mb: Annotated[
         int | None, typer.Option(metavar="N", help=f"Text to take of --hf-dataset, in 10^6 bytes (default: {_MAX_MB}).")
     ] = None,
-    vocab_size: Annotated[int, typer.Option(metavar="N", help="Tokens of the vocabulary, 257 to 65536.")] = _VOCAB,
+    vocab_size: Annotated[int, typer.Option(metavar="N", help="Tokens of the vocabulary, 257 to 65536.")] = DEFAULT_VOCAB,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of data.")] = False,
     json_output: Json = False,
 ) -> None:

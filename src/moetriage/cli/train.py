@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _STOPPED = 130
 #: Away from a terminal, a line this often, and a first one sooner.
 _NOTE_SECONDS, _FIRST_NOTE_SECONDS = 60.0, 10.0
-_MAX_THREADS = 1024
 
 
 @with_groups
@@ -64,9 +63,10 @@ def train(
     need_train_extra("train", "torch", "safetensors", "tokenizers")
     from moetriage.train.allocator import keep_freed_memory
     from moetriage.train.data import open_data
+    from moetriage.train.run_folder import MAX_THREADS
 
-    if threads is not None and not 1 <= threads <= _MAX_THREADS:
-        raise UsageError(f"--threads {threads}: must be between 1 and {_MAX_THREADS}")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise UsageError(f"--threads {threads}: must be between 1 and {MAX_THREADS}")
     keep_freed_memory()
     texts = open_data(data)
     texts.verify()

@@ -6,14 +6,13 @@ In: the cells' results and their spec. Out: pictures. matplotlib is an extra (``
 from __future__ import annotations
 
 import io
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moetriage.errors import UsageError
 from moetriage.study.spec import BASELINE, CORE, EXTRA, Condition, StudySpec
-from moetriage.study.summary import CAPSEL, METRICS, summarise
+from moetriage.study.summary import CAPSEL, METRICS, mean_rows, summarise
 from moetriage.train.files import write_whole
 from moetriage.train.policies import ONLINE
 
@@ -80,11 +79,6 @@ def _save(paint: Callable[[Any], None], path: Path) -> None:
     write_whole(path, picture.getvalue())
 
 
-def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean over seeds, element by element."""
-    return [statistics.fmean(column) for column in zip(*rows, strict=True)]
-
-
 def _by_layer(axes: Any, conditions: Sequence[Row], styles: dict[str, Any]) -> None:
     for condition in conditions:
         shares = [100 * share for share in condition["uncovered_fraction_by_layer"]]
@@ -108,7 +102,7 @@ def _over_training(axes: Any, groups: Cells, styles: dict[str, Any], quantity: s
         steps = group[0]["training"]["step"]
         curves = [[100 * value for value in cell["training"][quantity]] for cell in group]
         highest = max(highest, *(max(curve) for curve in curves))
-        axes.plot(steps, _mean(curves), label=name, markevery=0.1, markersize=5, **styles[name])
+        axes.plot(steps, mean_rows(curves), label=name, markevery=0.1, markersize=5, **styles[name])
         if name in (CAPSEL, BASELINE):
             low, high = ([end(column) for column in zip(*curves, strict=True)] for end in (min, max))
             axes.fill_between(steps, low, high, color=styles[name]["color"], alpha=0.12, linewidth=0)
@@ -139,7 +133,7 @@ def _margins(axes: Any, groups: Cells, threshold: float) -> None:
     name = next(n for n in (CAPSEL, *groups) if n in groups)
     training = [cell["training"] for cell in groups[name]]
     steps = training[0]["step"]
-    low, quarter, median, three, high = (_mean([[q[i] for q in t["margin_quantiles"]] for t in training]) for i in range(5))
+    low, quarter, median, three, high = (mean_rows([[q[i] for q in t["margin_quantiles"]] for t in training]) for i in range(5))
     axes.fill_between(
         steps, low, high, color="#0072B2", alpha=0.12, label=f"margins of {name}: {_QUANTILE_NAMES[0]} to {_QUANTILE_NAMES[4]}"
     )
@@ -148,6 +142,6 @@ def _margins(axes: Any, groups: Cells, threshold: float) -> None:
     axes.axhline(threshold, color="black", linestyle="--", label=f"fixed threshold {threshold:.5f}")
     online = groups.get(_ONLINE)
     if online:
-        axes.plot(steps, _mean([cell["training"]["threshold"] for cell in online]), color="#D55E00", label=f"threshold of {ONLINE}")
+        axes.plot(steps, mean_rows([cell["training"]["threshold"] for cell in online]), color="#D55E00", label=f"threshold of {ONLINE}")
     axes.set(xlabel="step", ylabel="difference of the two best router probabilities", yscale="log")
     axes.set_title("Does the threshold still mean what it meant at the start?")

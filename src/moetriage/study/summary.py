@@ -62,13 +62,13 @@ def _condition(condition: Condition, cells: Sequence[Row]) -> Row:
         "core": condition.core,
         "seeds": [cell["seed"] for cell in cells],
         "over_training": {name: _mean_curve(cells, name) for name in ("step", "uncovered_fraction", "uncertain_fraction", "loss")},
-        "uncovered_fraction_by_layer": _mean_rows([_layer_shares(cell) for cell in cells]),
+        "uncovered_fraction_by_layer": mean_rows([_layer_shares(cell) for cell in cells]),
         "metrics": {name: _spread([metric(cell) for cell in cells]) for name, metric in METRICS.items()},
     }
 
 
 def _mean_curve(cells: Sequence[Row], name: str) -> list[float]:
-    return _mean_rows([cell["training"][name] for cell in cells])
+    return mean_rows([cell["training"][name] for cell in cells])
 
 
 def _layer_shares(cell: Row) -> list[float]:
@@ -76,7 +76,7 @@ def _layer_shares(cell: Row) -> list[float]:
     return [uncovered / visits for uncovered, visits in zip(layers["uncovered"], layers["visits"], strict=True)]
 
 
-def _mean_rows(rows: Sequence[Sequence[float]]) -> list[float]:
+def mean_rows(rows: Sequence[Sequence[float]]) -> list[float]:
     """Return the mean over seeds, element by element."""
     return [statistics.fmean(column) for column in zip(*rows, strict=True)]
 

@@ -16,10 +16,10 @@ from moetriage.train.corpus import Corpus, Document
 from moetriage.train.data_folder import FORMAT, HELDOUT_TEXT, MANIFEST, not_ours
 from moetriage.train.files import beside, remove_leftovers, replace_folder
 from moetriage.train.heldout import Split, split
+from moetriage.train.model_config import DEFAULT_VOCAB
 from moetriage.train.shards import write_file, write_shards
 from moetriage.train.tokenizer import FILE_NAME, MAX_WORD, Tokenizer, has_endless_word, train_tokenizer
 
-DEFAULT_VOCAB = 4096
 #: Below this nothing can be learned that deserves the name, and a held-out part would be a handful of lines.
 MIN_TRAIN_BYTES = 100_000
 

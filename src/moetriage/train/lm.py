@@ -22,6 +22,7 @@ from moetriage.train.metrics import RoutingStats
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.moe import MoELayer, MoEOutput
 from moetriage.train.norms import RMSNorm
+from moetriage.train.product_dtype import to_product_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Decoder(nn.Module):
         if self.embed_positions is not None:
             x_BSD = x_BSD + self.embed_positions.weight[: tokens_BS.shape[1]]
         # The residual has the branches' type: in float32 each addition would move twice the memory and each norm convert its input.
-        x_BSD = _compute_dtype(x_BSD)
+        x_BSD = to_product_dtype(x_BSD)
         branches = []
         for layer in self.layers:
             x_BSD, branch = layer(x_BSD, self.rotary, drop_free=drop_free)
@@ -124,7 +125,7 @@ class NanoMoE(nn.Module):
         if targets_BS is None:
             logits_BSV = F.linear(hidden_BSD, self.output_VD)
         else:
-            loss = linear_cross_entropy(_compute_dtype(hidden_BSD).flatten(0, 1), self.output_VD, targets_BS.flatten())
+            loss = linear_cross_entropy(to_product_dtype(hidden_BSD).flatten(0, 1), self.output_VD, targets_BS.flatten())
         return LMOutput(
             logits_BSV=logits_BSV,
             loss=loss,
@@ -145,11 +146,6 @@ class NanoMoE(nn.Module):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, residual_std if "o_proj" in name or "down_proj" in name else std)
-
-
-def _compute_dtype(x: Tensor) -> Tensor:
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _summed(losses: list[dict[str, Tensor]]) -> dict[str, Tensor]:

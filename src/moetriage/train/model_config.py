@@ -15,6 +15,8 @@ from moetriage.train.moe_config import MAX_SIZE, MoEConfig, is_number
 
 #: Token ids are stored in 16 bits (see ``shards``).
 MAX_VOCAB = 65_536
+#: Of the presets, and of data that are built for them.
+DEFAULT_VOCAB = 4096
 #: Layers are built one by one, and sizes beyond these are slips whose products no address reaches.
 MAX_LAYERS = 1024
 _MAX_NUMBER = 1e12
@@ -102,7 +104,7 @@ class ModelConfig:
         return config
 
 
-def bundled(*, vocab_size: int = 4096, context: int = 512) -> ModelConfig:
+def bundled(*, vocab_size: int = DEFAULT_VOCAB, context: int = 512) -> ModelConfig:
     """Return the model that ships with moetriage: 21 million parameters, 6 million of them active.
 
     Every row is a multiple of 32 wide, which GGUF's q8_0 and q4_0 need.
@@ -122,7 +124,7 @@ def bundled(*, vocab_size: int = 4096, context: int = 512) -> ModelConfig:
     )
 
 
-def study(*, vocab_size: int = 4096, context: int = 128, moe: MoEConfig | None = None) -> ModelConfig:
+def study(*, vocab_size: int = DEFAULT_VOCAB, context: int = 128, moe: MoEConfig | None = None) -> ModelConfig:
     """Return the study's model: six layers of width 384 with eight GELU experts; ``moe`` replaces capsel2 at 1.25."""
     default = MoEConfig(
         d_model=384,

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from moetriage.errors import UsageError
 from moetriage.train import expert_loop
-from moetriage.train.admission import admit
+from moetriage.train.admit_batch import admit_batch
 from moetriage.train.dispatch import ROW_MULTIPLE, combine, gather, padded_slots, sorted_slots
 from moetriage.train.experts import Experts
 from moetriage.train.losses import load_balancing_loss, z_loss
 from moetriage.train.metrics import RoutingStats, stats_of_choices, stats_of_plan
 from moetriage.train.moe_config import MoEConfig
 from moetriage.train.plan import Plan
-from moetriage.train.policies import THRESHOLD_POLICIES, capacity
+from moetriage.train.policies import THRESHOLD_POLICIES
+from moetriage.train.product_dtype import to_product_dtype
 from moetriage.train.router import Router, Routing, gates_of
 
 
@@ -81,7 +82,15 @@ class MoELayer(nn.Module):
             y_TD = self._dropless(x_TD, routing, granted_TK)
             plan, stats = None, stats_of_choices(granted_TK, self.config.num_experts)
         else:
-            plan = self._admit(routing, mask_T, x_BSD.shape[1], drop_free=drop_free)
+            plan = admit_batch(
+                routing.probs_TE,
+                self.config,
+                threshold=self.threshold,
+                mask_T=mask_T,
+                sequence_length=x_BSD.shape[1],
+                training=self.training,
+                drop_free=drop_free,
+            )
             losses = self._losses(routing, mask_T)
             y_TD = self._dropless(x_TD, routing, plan.expert_TK) if drop_free else self._padded(x_TD, routing, plan)
             stats = stats_of_plan(plan, self.config.num_experts, self.threshold)
@@ -93,41 +102,21 @@ class MoELayer(nn.Module):
         if mask_BS is not None and (mask_BS.shape != x_BSD.shape[:2] or mask_BS.dtype != torch.bool):
             raise UsageError(f"mask of shape {tuple(mask_BS.shape)}, {mask_BS.dtype}: must be bool, {tuple(x_BSD.shape[:2])}")
 
-    def _admit(self, routing: Routing, mask_T: Tensor | None, sequence_length: int, *, drop_free: bool) -> Plan:
-        n_tokens, num_experts = routing.probs_TE.shape
-        if mask_T is not None and not drop_free:
-            n_tokens = int(mask_T.sum())  # shapes depend on it: the one place that waits for the device
-        factor = self.config.capacity_factor
-        if not self.training and self.config.eval_capacity_factor is not None:
-            factor = self.config.eval_capacity_factor
-        assert factor is not None
-        return admit(
-            routing.probs_TE,
-            self.config.policy,
-            capacity=n_tokens if drop_free else capacity(factor, n_tokens, num_experts),
-            margin_threshold=self.threshold,
-            mask_T=mask_T,
-            sequence_length=max(sequence_length, 1),
-            check_values=False,  # the router has looked
-        )
-
     def _padded(self, x_TD: Tensor, routing: Routing, plan: Plan) -> Tensor:
-        """Run the experts on buffers of ``capacity`` rows: bmm over all, or on a CPU over some at a time."""
+        """Run the experts on buffers of ``plan.room`` rows: bmm over all, or on a CPU over some at a time."""
         num_experts = self.config.num_experts
-        # No expert can get more than all tokens; one row at least keeps the graph whole where there is no capacity at all.
-        room = max(1, min(plan.capacity, len(x_TD)))
-        slots = padded_slots(plan.expert_TK, plan.slot_TK, num_experts, room)
+        slots = padded_slots(plan.expert_TK, plan.slot_TK, num_experts, plan.room)
         gates_TK = gates_of(routing.probs_TE, plan.expert_TK, renormalise=self.config.renormalise)
-        x_TD = _cast(x_TD)
+        x_TD = to_product_dtype(x_TD)
         if x_TD.device.type == "cpu":
             return expert_loop.run(self.experts, x_TD, gates_TK, slots)
-        y_ECD = self.experts.padded(gather(x_TD, slots).view(num_experts, room, -1))
+        y_ECD = self.experts.padded(gather(x_TD, slots).view(num_experts, plan.room, -1))
         return combine(y_ECD.flatten(0, 1), gates_TK, slots)
 
     def _dropless(self, x_TD: Tensor, routing: Routing, expert_TK: Tensor) -> Tensor:
         """Run each expert on as many rows as it was given; -1 in ``expert_TK`` is nothing."""
         gates_TK = gates_of(routing.probs_TE, expert_TK, renormalise=self.config.renormalise)
-        x_TD = _cast(x_TD)
+        x_TD = to_product_dtype(x_TD)
         if _use_grouped(x_TD, self.config):
             slots, load_E = sorted_slots(expert_TK, self.config.num_experts)
             return combine(self.experts.grouped(gather(x_TD, slots), load_E), gates_TK, slots)
@@ -144,12 +133,6 @@ class MoELayer(nn.Module):
         if self.config.z_loss_weight:
             losses["z"] = self.config.z_loss_weight * z_loss(routing.logits_TE, mask_T)
         return losses
-
-
-def _cast(x_TD: Tensor) -> Tensor:
-    """Return x as autocast would give it to a matrix product, once for all experts."""
-    device = x_TD.device.type
-    return x_TD.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x_TD
 
 
 def _use_grouped(x_TD: Tensor, config: MoEConfig) -> bool:

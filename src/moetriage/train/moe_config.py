@@ -63,6 +63,12 @@ class MoEConfig:
         """Say whether tokens are routed without a capacity."""
         return self.policy == DROPLESS
 
+    def factor(self, *, training: bool) -> float:
+        """Return the capacity factor that counts in training or in evaluation; for admission policies only."""
+        factor = self.capacity_factor if training or self.eval_capacity_factor is None else self.eval_capacity_factor
+        assert factor is not None
+        return factor
+
     def validate(self) -> None:
         """Raise UsageError for a value or a combination that cannot work."""
         for name in ("d_model", "d_expert", "num_experts", "top_k"):

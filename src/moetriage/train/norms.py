@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moetriage.train.product_dtype import to_product_dtype
+
 
 class _RmsNorm(torch.autograd.Function):
     """y = x * r * w with r = 1 / sqrt(mean(x^2) + eps)."""
@@ -47,6 +49,4 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return _RmsNorm.apply(x.to(dtype), self.weight, self.eps)
+        return _RmsNorm.apply(to_product_dtype(x), self.weight, self.eps)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moetriage.errors import UsageError
-from moetriage.train.admission import admit, capacity
+from moetriage.train.admit_batch import admit_batch
 from moetriage.train.dispatch import combine, gather, padded_slots
 from moetriage.train.metrics import RoutingStats, stats_of_plan
 from moetriage.train.moe_config import MoEConfig
@@ -181,36 +181,26 @@ class _Block:
         logits_TE, own_gates, _ = self.route(x_TD)
         require_finite(logits_TE, self.layer, self.shape[1])
         probs_TE = logits_TE.float().softmax(dim=1)
-        self.plan = self._admit(probs_TE)
+        self.plan = admit_batch(
+            probs_TE,
+            self.config,
+            threshold=self.owner.threshold,
+            mask_T=self.mask_T,
+            sequence_length=self.shape[1],
+            training=self.module.training,
+        )
         self.owner.note(BlockCall(stats_of_plan(self.plan, probs_TE.shape[1], self.owner.threshold), self.plan))
         gates_TK = gates_of(probs_TE, self.plan.expert_TK, renormalise=self.config.renormalise)
         return logits_TE, gates_TK.to(own_gates.dtype), self.plan.expert_TK.masked_fill(self.plan.expert_TK < 0, probs_TE.shape[1])
 
-    def _admit(self, probs_TE: Tensor) -> Plan:
-        n_tokens = len(probs_TE) if self.mask_T is None else int(self.mask_T.sum())
-        factor = self.config.capacity_factor
-        if not self.module.training and self.config.eval_capacity_factor is not None:
-            factor = self.config.eval_capacity_factor
-        assert factor is not None
-        return admit(
-            probs_TE,
-            self.config.policy,
-            capacity=capacity(factor, n_tokens, probs_TE.shape[1]),
-            margin_threshold=self.owner.threshold,
-            mask_T=self.mask_T,
-            sequence_length=max(self.shape[1], 1),
-            check_values=False,
-        )
-
     def _run(self, x_TD: Tensor, expert_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        """Stand in for the experts: two bmm over buffers of ``capacity`` rows."""
+        """Stand in for the experts: two bmm over buffers of ``plan.room`` rows."""
         plan, self.plan = self.plan, None
         if plan is None:  # not called by its block
             return self.run(x_TD, expert_TK, gates_TK)
         experts = self.module.experts
-        room = max(1, min(plan.capacity, len(x_TD)))
-        slots = padded_slots(plan.expert_TK, plan.slot_TK, self.config.num_experts, room)
-        x_ECD = gather(x_TD, slots).view(self.config.num_experts, room, -1)
+        slots = padded_slots(plan.expert_TK, plan.slot_TK, self.config.num_experts, plan.room)
+        x_ECD = gather(x_TD, slots).view(self.config.num_experts, plan.room, -1)
         gate_ECH, up_ECH = torch.bmm(x_ECD, experts.gate_up_proj.transpose(1, 2)).chunk(2, dim=2)
         y_ECD = torch.bmm(experts.act_fn(gate_ECH) * up_ECH, experts.down_proj.transpose(1, 2))
         return combine(y_ECD.flatten(0, 1), gates_TK, slots).to(x_TD.dtype)

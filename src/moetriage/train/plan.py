@@ -38,6 +38,11 @@ class Plan:
     capacity: int
 
     @property
+    def room(self) -> int:
+        """Rows of an expert's buffer: never more than all tokens, and one at least, which keeps the graph whole without any capacity."""
+        return max(1, min(self.capacity, len(self.slot_TK)))
+
+    @property
     def covered_T(self) -> Tensor:
         """(T,) bool: the token has at least one expert. A masked token never has."""
         return (self.slot_TK >= 0).any(dim=1)
