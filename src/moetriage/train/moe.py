@@ -82,15 +82,7 @@ class MoELayer(nn.Module):
             y_TD = self._dropless(x_TD, routing, granted_TK)
             plan, stats = None, stats_of_choices(granted_TK, self.config.num_experts)
         else:
-            plan = admit_batch(
-                routing.probs_TE,
-                self.config,
-                threshold=self.threshold,
-                mask_T=mask_T,
-                sequence_length=x_BSD.shape[1],
-                training=self.training,
-                drop_free=drop_free,
-            )
+            plan = self._admit(routing, mask_T, x_BSD.shape[1], drop_free=drop_free)
             losses = self._losses(routing, mask_T)
             y_TD = self._dropless(x_TD, routing, plan.expert_TK) if drop_free else self._padded(x_TD, routing, plan)
             stats = stats_of_plan(plan, self.config.num_experts, self.threshold)
@@ -101,6 +93,17 @@ class MoELayer(nn.Module):
             raise UsageError(f"input of shape {tuple(x_BSD.shape)}: the layer takes (sequences, positions, {self.config.d_model})")
         if mask_BS is not None and (mask_BS.shape != x_BSD.shape[:2] or mask_BS.dtype != torch.bool):
             raise UsageError(f"mask of shape {tuple(mask_BS.shape)}, {mask_BS.dtype}: must be bool, {tuple(x_BSD.shape[:2])}")
+
+    def _admit(self, routing: Routing, mask_T: Tensor | None, sequence_length: int, *, drop_free: bool) -> Plan:
+        return admit_batch(
+            routing.probs_TE,
+            self.config,
+            threshold=self.threshold,
+            mask_T=mask_T,
+            sequence_length=sequence_length,
+            training=self.training,
+            drop_free=drop_free,
+        )
 
     def _padded(self, x_TD: Tensor, routing: Routing, plan: Plan) -> Tensor:
         """Run the experts on buffers of ``plan.room`` rows: bmm over all, or on a CPU over some at a time."""
