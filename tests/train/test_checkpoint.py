@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -15,7 +16,7 @@ from train.running import small_model
 
 from moetriage.errors import UsageError
 from moetriage.train import checkpoint as module
-from moetriage.train.checkpoint import load_model, load_weights, newest, open_checkpoint, save_checkpoint
+from moetriage.train.checkpoint import load_model, newest, open_checkpoint, save_checkpoint
 from moetriage.train.lm import NanoMoE
 
 
@@ -35,9 +36,7 @@ def test_what_was_saved_comes_back(model: NanoMoE, tmp_path: Path) -> None:
     assert found.folder == folder == open_checkpoint(folder).folder
     assert (found.step, found.config, found.about, found.tokenizer) == (7, model.config, {"seconds": 1.5}, {"t": 1})
     assert torch.equal(found.trainer_state()["a"], torch.arange(3))
-    other = NanoMoE(small_model())
-    assert not torch.equal(other.output_VD, model.output_VD)
-    load_weights(other, found)
+    other = load_model(found)
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
 
@@ -115,11 +114,8 @@ def test_a_folder_without_one_is_refused(tmp_path: Path) -> None:
 )
 def test_a_model_of_another_shape_is_refused_by_name(settings: dict[str, Any], message: str, model: NanoMoE, tmp_path: Path) -> None:
     save(tmp_path, 5, model)
-    other = NanoMoE(small_model(**settings))
-    before = other.output_VD.clone()
     with pytest.raises(UsageError, match="a checkpoint of another shape: " + message):
-        load_weights(other, open_checkpoint(tmp_path))
-    assert torch.equal(other.output_VD, before)
+        load_model(dataclasses.replace(open_checkpoint(tmp_path), config=small_model(**settings)))
 
 
 def change(path: Path, **values: Any) -> None:
@@ -143,7 +139,7 @@ def test_a_damaged_one_is_refused_with_its_path(damage: Any, message: str, model
     folder = save(tmp_path, 5, model)
     damage(folder)
     with pytest.raises(UsageError) as caught:
-        load_weights(model, open_checkpoint(folder))
+        load_model(open_checkpoint(folder))
     assert str(folder) in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -217,9 +213,8 @@ def test_weights_that_diverged_are_loaded_nowhere(value: float, model: NanoMoE, 
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights["model.norm.weight"][3] = value
     save_checkpoint(tmp_path, 5, config=model.config, weights=weights, trainer_state={}, tokenizer=b"{}", about={})
-    for load in (load_model, lambda checkpoint: load_weights(model, checkpoint)):
-        with pytest.raises(UsageError, match=r"checkpoint-00000005: model.norm.weight holds NaN or inf: the training diverged; take an"):
-            load(open_checkpoint(tmp_path))
+    with pytest.raises(UsageError, match=r"checkpoint-00000005: model.norm.weight holds NaN or inf: the training diverged; take an"):
+        load_model(open_checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])

@@ -18,6 +18,7 @@ from moetriage.train.lm import NanoMoE
 from moetriage.train.model_config import ModelConfig
 from moetriage.train.moe_config import MoEConfig
 from moetriage.train.norms import RMSNorm
+from moetriage.train.train_config import PRESETS, Preset
 
 
 def qwen3(**changes: Any) -> ModelConfig:
@@ -265,9 +266,9 @@ def test_the_bundled_model_has_the_size_it_was_planned_for() -> None:
             assert all(size % 32 == 0 for size in parameter.shape[-2:]), name
 
 
-@pytest.mark.parametrize("preset", model_config.PRESETS.values())
-def test_settings_survive_json(preset: Any) -> None:
-    config = preset()
+@pytest.mark.parametrize("preset", PRESETS.values())
+def test_settings_survive_json(preset: Preset) -> None:
+    config = preset.model()
     config.validate()
     assert ModelConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 

@@ -138,16 +138,6 @@ def load_model(checkpoint: Checkpoint) -> NanoMoE:
     return model
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into a model.
-
-    Raises UsageError that names the first parameter of another shape, missing, left over, or with NaN or inf in it.
-    """
-    found = checkpoint.weights()
-    _check_weights(model, found, checkpoint.folder)
-    model.load_state_dict(found)
-
-
 def _check_weights(model: nn.Module, found: Mapping[str, Tensor], folder: Path) -> None:
     own = model.state_dict()
     for name in sorted(own.keys() | found.keys()):

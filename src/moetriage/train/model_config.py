@@ -1,4 +1,4 @@
-"""Settings of the NanoMoE language model as a frozen dataclass, and the presets that the command line offers.
+"""Settings of the NanoMoE language model as a frozen dataclass, and the models of the presets.
 
 In: what a caller, a preset or a checkpoint's JSON says. Out: one validated ``ModelConfig`` that ``lm.NanoMoE`` builds from. Needs no torch.
 """
@@ -124,9 +124,9 @@ def bundled(*, vocab_size: int = DEFAULT_VOCAB, context: int = 512) -> ModelConf
     )
 
 
-def study(*, vocab_size: int = DEFAULT_VOCAB, context: int = 128, moe: MoEConfig | None = None) -> ModelConfig:
-    """Return the study's model: six layers of width 384 with eight GELU experts; ``moe`` replaces capsel2 at 1.25."""
-    default = MoEConfig(
+def study(*, vocab_size: int = DEFAULT_VOCAB, context: int = 128) -> ModelConfig:
+    """Return the study's model: six layers of width 384 with eight GELU experts, under capsel2 at 1.25."""
+    moe = MoEConfig(
         d_model=384,
         d_expert=1536,
         num_experts=8,
@@ -137,9 +137,7 @@ def study(*, vocab_size: int = DEFAULT_VOCAB, context: int = 128, moe: MoEConfig
         activation="gelu",
         bias=True,
     )
-    return ModelConfig(
-        style="gpt2", vocab_size=vocab_size, context=context, n_layer=6, d_model=384, n_head=6, moe=moe or default, norm_eps=1e-5
-    )
+    return ModelConfig(style="gpt2", vocab_size=vocab_size, context=context, n_layer=6, d_model=384, n_head=6, moe=moe, norm_eps=1e-5)
 
 
 def tiny(*, vocab_size: int = 512, context: int = 64) -> ModelConfig:
@@ -148,7 +146,3 @@ def tiny(*, vocab_size: int = 512, context: int = 64) -> ModelConfig:
     return ModelConfig(
         style="qwen3", vocab_size=vocab_size, context=context, n_layer=2, d_model=64, n_head=2, n_kv_head=1, head_dim=32, moe=moe
     )
-
-
-#: What ``--preset`` takes; each is a function of vocab_size and context.
-PRESETS = {"bundled": bundled, "study": study, "tiny": tiny}
