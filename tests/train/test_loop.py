@@ -235,8 +235,11 @@ def test_presets_work_and_survive_json(preset: Any) -> None:
         ({"seed": 1.5}, "--seed 1.5"),
         ({"betas": (0.9,)}, "betas (0.9,): must be two numbers"),
         ({"precision": "fp16"}, "--precision fp16"),
-        ({"betas": (0.9, 1.0)}, "betas 1.0: out of range"),
-        ({"clip": math.inf}, "clip inf"),
+        ({"betas": (0.9, 1.0)}, "betas (0.9, 1.0): must be two numbers from 0 up to below 1"),
+        ({"warmup_fraction": 1.0}, "warmup_fraction 1.0: must be a number from 0 up to below 1"),
+        ({"weight_decay": -0.1}, "weight_decay -0.1: must be a finite number from 0 up"),
+        ({"clip": math.inf}, "clip inf: must be a finite number above 0"),
+        ({"clip": 0.0}, "clip 0.0: must be a finite number above 0"),
         ({"save_every": 0}, "--save-every 0"),
     ],
 )

@@ -14,9 +14,18 @@ from typing import Any, Literal
 from moetriage.errors import UsageError
 from moetriage.train import model_config
 from moetriage.train.model_config import ModelConfig
+from moetriage.train.moe_config import is_number
 
 #: Sizes beyond these are slips; a batch of them would not fit into any memory.
 MAX_STEPS, _MAX_BATCH = 10_000_000, 65_536
+#: Whole numbers, with the least and the most that each may be.
+_WHOLE = {
+    "steps": (1, MAX_STEPS),
+    "batch": (1, _MAX_BATCH),
+    "context": (1, _MAX_BATCH),
+    "save_every": (1, MAX_STEPS),
+    "seed": (0, 2**32 - 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +36,7 @@ class TrainConfig:
     batch, context: sequences of a step and their length in tokens.
     learning_rate: the highest, reached after ``warmup_fraction`` of the steps and falling in a straight line from there: at a given
         number of steps that ends lower than a cosine (Bergsma et al. 2025).
-    weight_decay: of matrices, not of norms and biases. betas: of AdamW. clip: highest norm of the gradient.
+    weight_decay: of matrices, not of norms and biases. betas: of AdamW. clip: highest norm of the gradient, above 0.
     precision: "bf16" computes in 16 bits where autocast holds that to be safe; weights, router and loss stay in 32.
     save_every: steps between checkpoints, each of which also measures a part of the held-out text.
     """
@@ -46,23 +55,22 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise UsageError for a value that cannot work."""
-        for name, highest in (("steps", MAX_STEPS), ("batch", _MAX_BATCH), ("context", _MAX_BATCH), ("save_every", MAX_STEPS)):
+        for name, (least, most) in _WHOLE.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= highest:
-                raise UsageError(f"{_flag(name)} {value}: must be a whole number from 1 to {highest}")
-        if not (math.isfinite(self.learning_rate) and 0 < self.learning_rate <= 1):
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise UsageError(f"{_flag(name)} {value}: must be a whole number from {least} to {most}")
+        if not (is_number(self.learning_rate) and 0 < self.learning_rate <= 1):
             raise UsageError(f"--lr {self.learning_rate}: must be above 0 and at most 1; AdamW wants about 0.002 here")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise UsageError(f"--seed {self.seed}: must be from 0 to {2**32 - 1}")
         if self.precision not in ("fp32", "bf16"):
             raise UsageError(f"--precision {self.precision}: must be fp32 or bf16")
-        if len(self.betas) != 2:
-            raise UsageError(f"betas {self.betas}: must be two numbers")
-        for name in ("warmup_fraction", "weight_decay", "clip", *("betas",) * 2):
-            values = getattr(self, name)
-            for value in values if isinstance(values, (tuple, list)) else (values,):
-                if not (math.isfinite(value) and value >= 0 and (name in ("weight_decay", "clip") or value < 1)):
-                    raise UsageError(f"{name} {value}: out of range")
+        if not (is_number(self.warmup_fraction) and 0 <= self.warmup_fraction < 1):
+            raise UsageError(f"warmup_fraction {self.warmup_fraction}: must be a number from 0 up to below 1")
+        if not (is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf):
+            raise UsageError(f"weight_decay {self.weight_decay}: must be a finite number from 0 up")
+        if len(self.betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
+            raise UsageError(f"betas {self.betas}: must be two numbers from 0 up to below 1")
+        if not (is_number(self.clip) and 0 < self.clip < math.inf):
+            raise UsageError(f"clip {self.clip}: must be a finite number above 0, as 0 would make every gradient 0")
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
