@@ -41,7 +41,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
-def test_a_run_ends_with_the_price_of_the_heldout_text(command: Command, data: Path, tmp_path: Path) -> None:
+def test_a_run_ends_with_the_evaluation_of_the_heldout_text(command: Command, data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = command("train", data, run, *SMALL, "--steps", 5, "--seed", 3, "--json")
     assert result.code == 0
@@ -86,7 +86,7 @@ def test_without_evaluation_a_run_ends_when_it_is_trained(command: Command, data
     assert result.errors == [f"moetriage: next: moetriage export {run} model.gguf"]
 
 
-def test_ctrl_c_while_the_text_is_priced_says_that_the_run_is_saved(
+def test_ctrl_c_while_the_text_is_evaluated_says_that_the_run_is_saved(
     command: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moetriage.train import evaluate
@@ -94,7 +94,7 @@ def test_ctrl_c_while_the_text_is_priced_says_that_the_run_is_saved(
     def interrupted(*_arguments: object, **_named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluate, "price_heldout", interrupted)
+    monkeypatch.setattr(evaluate, "evaluate_heldout", interrupted)
     result = command("train", data, tmp_path / "run", *SMALL, "--steps", 2)
     assert result.code == 130
     assert f"moetriage train {data} {tmp_path / 'run'} --eval-only" in result.err
@@ -122,7 +122,7 @@ def test_one_expert_a_token_can_be_chosen(options: tuple[str, ...], command: Com
     assert json.loads((tmp_path / "run" / "run.json").read_text())["model"]["moe"]["renormalise"] is False
 
 
-def test_weights_that_diverged_have_no_price(command: Command, data: Path, tmp_path: Path) -> None:
+def test_weights_that_diverged_are_not_evaluated(command: Command, data: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     run = tmp_path / "run"
@@ -269,7 +269,7 @@ def test_a_changed_corpus_is_found_before_a_run_is_begun(command: Command, data:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_whose_losses_are_gone_is_still_priced(command: Command, data: Path, tmp_path: Path) -> None:
+def test_a_run_whose_losses_are_gone_is_still_evaluated(command: Command, data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert command("train", data, run, *SMALL, "--steps", 1).code == 0
     (run / "loss.jsonl").unlink()

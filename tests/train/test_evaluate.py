@@ -15,7 +15,7 @@ from moetriage.train import loop
 from moetriage.train.baselines import gzip_bits_per_byte, trigram_bits_per_byte
 from moetriage.train.checkpoint import save_checkpoint
 from moetriage.train.data import Data
-from moetriage.train.evaluate import bits_per_byte, price_heldout, windows
+from moetriage.train.evaluate import bits_per_byte, evaluate_heldout, windows
 from moetriage.train.lm import NanoMoE
 from moetriage.train.loop import fit
 from moetriage.train.tokenizer import load_tokenizer
@@ -53,12 +53,12 @@ def test_bits_per_byte_are_the_tokens_nats(data: Data) -> None:
     assert bits_per_byte(model, ids, 50) == pytest.approx(float(nats.detach()) / 50 / math.log(2), rel=1e-5)
 
 
-def test_a_model_whose_loss_is_no_number_has_no_price(data: Data, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_is_refused(data: Data, tmp_path: Path) -> None:
     """Its weights are finite, and what is computed from them is not."""
     model = NanoMoE(small_model(moe={"check_finite": False}))
     with torch.no_grad():
         model.get_parameter("model.norm.weight").fill_(3e38)
-    with pytest.raises(UsageError, match=r"the held-out text costs (nan|inf) nats: the training diverged"):
+    with pytest.raises(UsageError, match=r"the held-out loss is (nan|inf) nats: the training diverged"):
         bits_per_byte(model, data.heldout.read(0, 32), 50)
     save_checkpoint(
         tmp_path,
@@ -69,15 +69,15 @@ def test_a_model_whose_loss_is_no_number_has_no_price(data: Data, tmp_path: Path
         tokenizer=data.tokenizer_path.read_bytes(),
         about={},
     )
-    with pytest.raises(UsageError, match="checkpoint-00000001: the held-out text costs"):
-        price_heldout(tmp_path, data)
+    with pytest.raises(UsageError, match="checkpoint-00000001: the held-out loss is"):
+        evaluate_heldout(tmp_path, data)
 
 
 def test_another_tokenizer_is_refused(data: Data, tmp_path: Path) -> None:
     run = begin(tmp_path / "run", data, steps=1)
     fit(run, data)
     with pytest.raises(UsageError, match="was trained with another tokenizer"):
-        price_heldout(run.path, make_data(tmp_path / "other", word="price"))
+        evaluate_heldout(run.path, make_data(tmp_path / "other", word="price"))
 
 
 def test_the_training_text_comes_back_from_its_tokens(data: Data) -> None:

@@ -15,7 +15,7 @@ from train.running import begin, losses, make_data, small_model, train_config
 from moetriage.errors import UsageError
 from moetriage.train.checkpoint import newest, open_checkpoint
 from moetriage.train.data import Data
-from moetriage.train.evaluate import price_heldout
+from moetriage.train.evaluate import evaluate_heldout
 from moetriage.train.lm import NanoMoE
 from moetriage.train.loop import fit, measure_step_seconds, steps_within
 from moetriage.train.run_folder import RunFolder
@@ -107,7 +107,7 @@ def test_a_model_learns_what_a_trigram_knows(data: Data, tmp_path: Path) -> None
     curve = [loss for _, loss in losses(run)]
     assert curve[0] == pytest.approx(math.log(300), abs=0.4)
     assert curve[-1] < 2.5
-    found = price_heldout(run.path, data)
+    found = evaluate_heldout(run.path, data)
     assert found["model_bits_per_byte"] < found["trigram_bits_per_byte"]
     assert found["tokens"] == len(data.heldout)
     assert result.model.training

@@ -1,7 +1,7 @@
 """``moetriage train``: a language model with experts, trained on data that ``moetriage data build`` made.
 
-In: options. Out: a folder with checkpoints and a curve of losses; how it ended, and what the held-out text costs, on standard output. What
-a run is, is the business of ``moetriage.train``.
+In: options. Out: a folder with checkpoints and a curve of losses; how it ended, and an evaluation on the held-out text, on standard output.
+What a run is, is the business of ``moetriage.train``.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def train(
         bool, typer.Option("--resume", help="Go on with the run in OUT, from its newest checkpoint and with its settings.")
     ] = False,
     eval_only: Annotated[
-        bool, typer.Option("--eval-only", help="Train nothing: say what the held-out text costs the run or checkpoint OUT.")
+        bool, typer.Option("--eval-only", help="Train nothing: evaluate the run or checkpoint OUT on the held-out text.")
     ] = False,
     no_eval: Annotated[
-        bool, typer.Option("--no-eval", help="Do not price the held-out text at the end; --eval-only does it later.")
+        bool, typer.Option("--no-eval", help="Do not evaluate on the held-out text at the end; --eval-only does it later.")
     ] = False,
     threads: Annotated[
         int | None, typer.Option("--threads", "-t", metavar="N", help="Computing threads (default: all processors; on --resume the run's).")
@@ -58,7 +58,7 @@ def train(
 ) -> None:
     """Train a small Mixture-of-Experts language model. Ctrl-C saves and stops; --resume goes on to the same losses.
 
-    At the end the held-out text is priced in bits per byte: by the model, by gzip, and by byte trigrams counted on the training text.
+    At the end the held-out text is evaluated in bits per byte: by the model, by gzip, and by byte trigrams counted on the training text.
     """
     need_train_extra("train", "torch", "safetensors", "tokenizers")
     from moetriage.train.allocator import keep_freed_memory
@@ -143,7 +143,7 @@ def _train(run: RunFolder, texts: Data, threads: int, *, evaluate: bool, json_ou
             answer["evaluation"] = _evaluate(texts, run.path, threads)
         except KeyboardInterrupt:
             terminal.note(
-                f"the run is trained and saved; the held-out text is priced by: moetriage train {texts.folder} {run.path} --eval-only"
+                f"the run is trained and saved; the held-out text is evaluated by: moetriage train {texts.folder} {run.path} --eval-only"
             )
             raise
         write_whole(run.path / "evaluation.json", json.dumps(answer["evaluation"], indent=1) + "\n")
@@ -171,12 +171,14 @@ def _answer(run: RunFolder, result: FitResult) -> dict[str, Any]:
 
 
 def _evaluate(texts: Data, path: Path, threads: int | None) -> dict[str, Any]:
-    """Price the held-out text: by the newest checkpoint at ``path``, by gzip, by trigrams."""
-    from moetriage.train.evaluate import price_heldout
+    """Evaluate the held-out text: by the newest checkpoint at ``path``, by gzip, by trigrams."""
+    from moetriage.train.evaluate import evaluate_heldout
     from moetriage.train.trainer import repeatable
 
-    with terminal.spinner("pricing the held-out text") as update, repeatable(threads):
-        return price_heldout(path, texts, progress=lambda done, total: update(f"pricing the held-out text: {100 * done / total:.0f} %"))
+    with terminal.spinner("evaluating the held-out text") as update, repeatable(threads):
+        return evaluate_heldout(
+            path, texts, progress=lambda done, total: update(f"evaluating the held-out text: {100 * done / total:.0f} %")
+        )
 
 
 def _say(answer: dict[str, Any], json_output: bool) -> None:

@@ -68,7 +68,7 @@ class RunOptions:
         typer.Option(
             metavar="M",
             rich_help_panel=_TRAINING,
-            help="Measure a step first, and take as many as fit into M minutes; measuring and pricing the held-out text come on top.",
+            help="Measure a step first, and take as many as fit into M minutes; measuring and evaluating the held-out text come on top.",
         ),
     ] = None
     batch: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_TRAINING, help="Sequences of a step.")] = None

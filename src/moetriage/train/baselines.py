@@ -1,4 +1,4 @@
-"""What a text costs without a model of ours: gzip, and byte trigrams counted on the training text. Bytes in, bits per byte out.
+"""A text without a model of ours: gzip, and byte trigrams counted on the training text. Bytes in, bits per byte out.
 
 The trigram model interpolates with bigrams, single bytes and the uniform distribution by Witten and Bell's rule (1991, method C): a context
 trusts its own counts the more, the fewer different bytes it has been followed by. It has no setting to tune.
@@ -25,7 +25,7 @@ def gzip_bits_per_byte(text: bytes) -> float:
 
 
 def trigram_bits_per_byte(train: Iterable[bytes], heldout: bytes) -> float:
-    """Return what the trigram model of ``train`` (pieces of any length) pays for ``heldout``, in bits per byte."""
+    """Return the loss of the trigram model of ``train`` (pieces of any length) on ``heldout``, in bits per byte."""
     counts = _counts(train)
     first, second, third = _triples(np.frombuffer(_BEFORE + heldout, dtype=np.uint8))
     probs = np.full(len(third), 1 / _BYTES)

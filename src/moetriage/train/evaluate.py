@@ -33,10 +33,10 @@ Ids = NDArray[np.int64]
 _PIECE = 1_000_000
 
 
-def price_heldout(
+def evaluate_heldout(
     path: Path, data: Data, *, batch: int = 16, progress: Callable[[int, int], None] = lambda _done, _total: None
 ) -> dict[str, Any]:
-    """Return what a folder's newest checkpoint, gzip and a trigram model of the training text pay for the held-out text, in bits per byte.
+    """Return the bits per byte of the held-out text: by a folder's newest checkpoint, by gzip, by a trigram model of the training text.
 
     Computed in float32. Raises UsageError for a folder without a checkpoint, one whose tokenizer is not the data's, and a model that has
     diverged.
@@ -50,14 +50,14 @@ def price_heldout(
     model = load_model(checkpoint)
     ids, text = data.heldout.read(0, len(data.heldout)), data.heldout_text
     with damaged(checkpoint.folder, hint="take an earlier one"):
-        price = bits_per_byte(model, ids, len(text), batch=batch, progress=progress)
+        bits = bits_per_byte(model, ids, len(text), batch=batch, progress=progress)
     pieces = (tokenizer.bytes_of(piece.tolist()) for piece in data.train.pieces(_PIECE))
     return {
         "checkpoint": str(checkpoint.folder),
         "step": checkpoint.step,
         "bytes": len(text),
         "tokens": len(ids),
-        "model_bits_per_byte": price,
+        "model_bits_per_byte": bits,
         "gzip_bits_per_byte": gzip_bits_per_byte(text),
         "trigram_bits_per_byte": trigram_bits_per_byte(pieces, text),
     }
@@ -72,12 +72,12 @@ def bits_per_byte(
     compute: str = "fp32",
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> float:
-    """Return what the model pays for a text, in bits for each of its bytes.
+    """Return the loss of a model on a text, in bits for each of its bytes.
 
-    ids: the whole text, with <|endoftext|> after each file, which is paid for too. n_bytes: length of the text. batch: sequences at a time.
+    ids: the whole text, with <|endoftext|> after each file, which counts too. n_bytes: length of the text. batch: sequences at a time.
     compute: "fp32" or "bf16". progress: told the tokens scored so far and all.
     Every token is scored once, with at least half a context before it except at the start. Each gets the experts its policy asks for, as if
-    capacity had no end: admission may look at later tokens, and a text's price must not. Raises UsageError for a price that is not finite.
+    capacity had no end: admission may look at later tokens, and a text's bits must not. Raises UsageError for a loss that is not finite.
     """
     was_training = model.training
     model.eval()
@@ -90,9 +90,7 @@ def bits_per_byte(
         progress(scored, len(ids))
     model.train(was_training)
     if not math.isfinite(nats):
-        raise UsageError(
-            f"the held-out text costs {nats} nats: the training diverged; take an earlier checkpoint, or train with a lower --lr"
-        )
+        raise UsageError(f"the held-out loss is {nats} nats: the training diverged; take an earlier checkpoint, or train with a lower --lr")
     return nats / n_bytes / math.log(2)
 
 
