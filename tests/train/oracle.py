@@ -98,8 +98,8 @@ def rescue(tokens: list[Token], buffers: Buffers) -> None:
 
 
 def optional(tokens: list[Token], buffers: Buffers, threshold: float) -> None:
-    unsure = [t for t in tokens if len(t.experts) > 1 and t.passes[0] == PRIMARY and t.margin <= threshold]
-    for token in in_order(unsure, by_margin):
+    uncertain = [t for t in tokens if len(t.experts) > 1 and t.passes[0] == PRIMARY and t.margin <= threshold]
+    for token in in_order(uncertain, by_margin):
         buffers.ask(token, 1, OPTIONAL)
 
 
@@ -125,11 +125,11 @@ def causal(tokens: list[Token], buffers: Buffers, threshold: float, length: int)
         named[token.experts[0]] += 1
         if len(token.experts) == 1:
             continue
-        second, unsure = token.experts[1], token.margin <= threshold
-        named[second] += unsure
+        second, uncertain = token.experts[1], token.margin <= threshold
+        named[second] += uncertain
         if not served(token):
             buffers.ask(token, 1, RESCUE)
-        elif unsure:
+        elif uncertain:
             accrued = Fraction(buffers.capacity * (token.index % length + 1), length)
             buffers.ask(token, 1, OPTIONAL, admitted=named[second] <= accrued)
 

@@ -50,7 +50,7 @@ def test_top1_by_position_is_causal_in_one_sequence_and_not_across_the_batch() -
 
 
 def test_a_second_expert_is_given_only_within_the_accrued_share() -> None:
-    # Every token prefers expert 0 or 1 in turns and is unsure of expert 2, which nobody prefers; 8 places accrue one each two positions.
+    # Every token prefers expert 0 or 1 in turns and is uncertain of expert 2, which nobody prefers; 8 places accrue one each two positions.
     first_T = torch.arange(16) % 2
     probs_TE = torch.zeros(16, 3).scatter(1, first_T[:, None], 0.5)
     probs_TE[:, 2] = 0.49

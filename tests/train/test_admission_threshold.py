@@ -10,7 +10,7 @@ from moetriage.train.admission import admit
 from moetriage.train.threshold import MarginMedian, median_margin
 
 
-def test_the_median_leaves_masked_tokens_out_and_makes_half_of_the_others_unsure() -> None:
+def test_the_median_leaves_masked_tokens_out_and_makes_half_of_the_others_uncertain() -> None:
     probs_TE, mask_T = torch.randn(101, 8).softmax(1), torch.arange(101) < 80
     margin_T = admit(probs_TE, "top1", capacity=101, mask_T=mask_T).margin_T
     threshold = median_margin(margin_T)

@@ -18,7 +18,7 @@ from moetriage.train.passes import Choices, Queue
 
 
 @dataclass(frozen=True)
-class Lines:
+class Queues:
     """The orders that moving needs.
 
     first_by_score, first_by_margin: tokens before their first choices. second: before their second ones, those that their first choice
@@ -39,7 +39,7 @@ class Slots:
     load_E: Tensor
 
 
-def augment(choices: Choices, lines: Lines, slots: Slots, capacity: int) -> Slots:
+def augment(choices: Choices, queues: Queues, slots: Slots, capacity: int) -> Slots:
     """Make room for tokens without an expert: at their first choices, then, for those still without, at their second ones.
 
     Per round, movers are tried from the smallest margin up (then the lowest index). One moves if some token still waits for its expert and
@@ -47,11 +47,11 @@ def augment(choices: Choices, lines: Lines, slots: Slots, capacity: int) -> Slot
     """
     for waits_at_first in (True, False):
         waiting_T = choices.asks_second_T & (slots.first_T < 0) & (slots.second_T < 0)
-        line = lines.first_by_score if waits_at_first else lines.second
-        rank_T, waiting_E = line.ranks(waiting_T)
-        moving_T = _movers(choices, lines, slots, waiting_E, capacity - slots.load_E)
-        taken_T, placed_T = _hand_over(lines.first_by_margin, slots.first_T, moving_T, line.expert_R, rank_T, waiting_T)
-        target_rank_T, moved_in_E = lines.second.ranks(moving_T)
+        queue = queues.first_by_score if waits_at_first else queues.second
+        rank_T, waiting_E = queue.ranks(waiting_T)
+        moving_T = _movers(choices, queues, slots, waiting_E, capacity - slots.load_E)
+        taken_T, placed_T = _hand_over(queues.first_by_margin, slots.first_T, moving_T, queue.expert_R, rank_T, waiting_T)
+        target_rank_T, moved_in_E = queues.second.ranks(moving_T)
         moved_slot_T = slots.load_E.index_select(0, choices.second_T) + target_rank_T
         first_T = torch.where(moving_T, -1, slots.first_T)
         second_T = torch.where(moving_T, moved_slot_T, slots.second_T)
@@ -63,15 +63,15 @@ def augment(choices: Choices, lines: Lines, slots: Slots, capacity: int) -> Slot
     return slots
 
 
-def _movers(choices: Choices, lines: Lines, slots: Slots, wanted_E: Tensor, room_E: Tensor) -> Tensor:
+def _movers(choices: Choices, queues: Queues, slots: Slots, wanted_E: Tensor, room_E: Tensor) -> Tensor:
     """Return who moves, (T,) bool: the greedy choice from the smallest margin up, at most ``wanted_E`` from and ``room_E`` to an expert.
 
-    Rounds instead of a loop over tokens: who is early enough in both lines even if all before it move, moves; who comes after enough sure
-    movers in either line does not. The first undecided token is always decided, so nothing undecided is left when nothing changes.
+    Rounds instead of a loop over tokens: who is early enough in both queues even if all before it move, moves; who comes after enough sure
+    movers in either queue does not. The first undecided token is always decided, so nothing undecided is left when nothing changes.
     """
 
     def fits(movers_T: Tensor) -> Tensor:
-        return lines.first_by_margin.among_first(movers_T, wanted_E) & lines.second.among_first(movers_T, room_E)
+        return queues.first_by_margin.among_first(movers_T, wanted_E) & queues.second.among_first(movers_T, room_E)
 
     def still_possible(possible_T: Tensor) -> Tensor:
         return possible_T & fits(possible_T & fits(possible_T))
@@ -80,14 +80,14 @@ def _movers(choices: Choices, lines: Lines, slots: Slots, wanted_E: Tensor, room
 
 
 def _hand_over(
-    from_line: Queue, slot_T: Tensor, moving_T: Tensor, waits_at_T: Tensor, rank_T: Tensor, waiting_T: Tensor
+    from_queue: Queue, slot_T: Tensor, moving_T: Tensor, waits_at_T: Tensor, rank_T: Tensor, waiting_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Give the place of each expert's n-th mover to the n-th token that waits for it. Returns (slot, whether there is one), each (T,)."""
-    freed_rank_T, freed_E = from_line.ranks(moving_T)
+    freed_rank_T, freed_E = from_queue.ranks(moving_T)
     n_tokens = len(slot_T)
     # An expert's movers fit between its start in the queue and the next one's; whoever stays writes to a cell that is never read.
-    cell_T = torch.where(moving_T, from_line.start_E.index_select(0, from_line.expert_R) + freed_rank_T, n_tokens)
+    cell_T = torch.where(moving_T, from_queue.start_E.index_select(0, from_queue.expert_R) + freed_rank_T, n_tokens)
     freed_slot_T = slot_T.new_zeros(n_tokens + 1).scatter(0, cell_T, slot_T)
     placed_T = waiting_T & (rank_T < freed_E.index_select(0, waits_at_T))
-    cell_T = torch.where(placed_T, from_line.start_E.index_select(0, waits_at_T) + rank_T, n_tokens)
+    cell_T = torch.where(placed_T, from_queue.start_E.index_select(0, waits_at_T) + rank_T, n_tokens)
     return freed_slot_T.index_select(0, cell_T), placed_T

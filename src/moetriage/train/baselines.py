@@ -1,4 +1,4 @@
-"""A text without a model of ours: gzip, and byte trigrams counted on the training text. Bytes in, bits per byte out.
+"""How few bits a text takes without a model of ours: gzip, and byte trigrams counted on the training text. Bytes in, bits per byte out.
 
 The trigram model interpolates with bigrams, single bytes and the uniform distribution by Witten and Bell's rule (1991, method C): a context
 trusts its own counts the more, the fewer different bytes it has been followed by. It has no setting to tune.

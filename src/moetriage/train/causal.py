@@ -24,16 +24,16 @@ def admit_causal(choices: Choices, capacity: int, threshold: float | Tensor, seq
 
     A served token gets its second expert only while the tokens that named that expert so far, this one included, are no more than the
     capacity that it has accrued: capacity * (position + 1) / sequence_length. So early second experts do not starve later first choices. A
-    token names its first choice, and its second one if it is unsure.
+    token names its first choice, and its second one if it is uncertain.
     """
-    unsure_T = choices.asks_second_T & (choices.margin_T <= threshold)
-    stream = _stream(choices, unsure_T, capacity, sequence_length)
+    uncertain_T = choices.asks_second_T & (choices.margin_T <= threshold)
+    stream = _stream(choices, uncertain_T, capacity, sequence_length)
     full_from_E = choices.no_load()
     if capacity > 0:
         full_from_E = fixpoint(lambda full_from_E: stream.full_from(full_from_E, capacity), torch.full_like(full_from_E, stream.never))
     first_T, second_T = stream.slots(full_from_E, capacity).chunk(2)
     refused_T = first_T < 0
-    return make_plan(choices, first_T, second_T, choices.asks_second_T & refused_T, unsure_T & ~refused_T, capacity)
+    return make_plan(choices, first_T, second_T, choices.asks_second_T & refused_T, uncertain_T & ~refused_T, capacity)
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,22 @@ class _Stream:
         return torch.empty_like(slot_R).scatter(0, self.order_R, slot_R)
 
 
-def _stream(choices: Choices, unsure_T: Tensor, capacity: int, sequence_length: int) -> _Stream:
-    n_tokens = len(unsure_T)
-    index_T = torch.arange(n_tokens, device=unsure_T.device)
+def _stream(choices: Choices, uncertain_T: Tensor, capacity: int, sequence_length: int) -> _Stream:
+    n_tokens = len(uncertain_T)
+    index_T = torch.arange(n_tokens, device=uncertain_T.device)
     position_T = index_T % sequence_length
     time_T = position_T * (n_tokens // sequence_length) + index_T // sequence_length
     expert_R = torch.cat((choices.first_T, choices.second_T))
-    line = queue(expert_R, choices.num_experts, time_T.repeat(2), n_tokens.bit_length())
+    requests = queue(expert_R, choices.num_experts, time_T.repeat(2), n_tokens.bit_length())
 
     # Who names an expert does not depend on who was refused. So an expert that fills earlier never makes another one fill later.
-    named_before_R, _ = line.ranks(torch.cat((choices.asks_T, unsure_T)))
+    named_before_R, _ = requests.ranks(torch.cat((choices.asks_T, uncertain_T)))
     in_share_T = (named_before_R[n_tokens:] + 1) * sequence_length <= (position_T + 1) * capacity
-    always_T = unsure_T & in_share_T
+    always_T = uncertain_T & in_share_T
     late_R = torch.cat((torch.zeros_like(always_T), choices.asks_second_T & ~always_T))
 
     def by_expert_and_time(x_R: Tensor) -> Tensor:
-        return x_R.index_select(0, line.order_R)
+        return x_R.index_select(0, requests.order_R)
 
     return _Stream(
         expert_R=by_expert_and_time(expert_R),
@@ -101,6 +101,6 @@ def _stream(choices: Choices, unsure_T: Tensor, capacity: int, sequence_length: 
         time_R=by_expert_and_time(time_T.repeat(2)),
         always_R=by_expert_and_time(torch.cat((choices.asks_T, always_T))),
         late_R=by_expert_and_time(late_R),
-        order_R=line.order_R,
-        start_E=line.start_E,
+        order_R=requests.order_R,
+        start_E=requests.start_E,
     )

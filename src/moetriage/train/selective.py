@@ -1,4 +1,4 @@
-"""CapSel-2, its ablations and its augmenting variant: first choices, then rescue of who was refused, then second experts for the unsure.
+"""CapSel-2, its ablations and its augmenting variant: first choices, then rescue of who was refused, then second experts for the uncertain.
 
 Comes in: choices, a capacity, a margin threshold. Goes out: a plan. Deliberately unknown here: where the threshold comes from.
 docs/capacity.md defines the passes.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moetriage.train.augment import Lines, Slots, augment
+from moetriage.train.augment import Queues, Slots, augment
 from moetriage.train.passes import SCORE_BITS, Choices, Queue, largest_first, queue, smallest_first
 from moetriage.train.plan import Plan, make_plan
 
@@ -28,7 +28,7 @@ def admit_selective(choices: Choices, policy: str, capacity: int, threshold: flo
     if policy == "augment":
         rescued_T, load_E = seconds.grant(rescue_T, load_E, capacity)
         by_margin = queue(choices.first_T, choices.num_experts, smallest_first(choices.margin_T))
-        slots = augment(choices, Lines(by_score, by_margin, seconds), Slots(first_T, rescued_T, load_E), capacity)
+        slots = augment(choices, Queues(by_score, by_margin, seconds), Slots(first_T, rescued_T, load_E), capacity)
         optional_T = optional_T & (slots.second_T < 0)  # who was moved to its second choice has it already
         extra_T, _ = seconds.grant(optional_T, slots.load_E, capacity)
         return make_plan(choices, slots.first_T, torch.maximum(slots.second_T, extra_T), rescue_T, optional_T, capacity)

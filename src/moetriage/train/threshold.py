@@ -1,4 +1,4 @@
-"""The margin threshold below which a token counts as unsure: a median over batches, or one that follows training.
+"""The margin threshold below which a token counts as uncertain: a median over batches, or one that follows training.
 
 Comes in: ``Plan.margin_T`` of batches. Goes out: a threshold for ``admit``. Deliberately unknown here: models, and when to update. The
 training loop does that, once a step; no forward pass does, or recomputing one under activation checkpointing would count it twice.
@@ -29,7 +29,7 @@ class MarginMedian:
     """Follow the median margin over training: the threshold of ``capsel2-online``.
 
     An exponential mean of the batches' medians: a batch has hundreds of margins, so its own median is little noise, and nothing but two
-    numbers has to be kept and saved. ``value``: 0-d float32; 0 before the first update, when only exact ties are unsure.
+    numbers has to be kept and saved. ``value``: 0-d float32; 0 before the first update, when only exact ties are uncertain.
     decay: share of the old value that an update keeps, 0 up to below 1; 0.9 follows about the last ten batches.
     """
 
