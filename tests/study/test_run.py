@@ -17,7 +17,7 @@ import torch
 from moetriage.errors import UsageError
 from moetriage.study import run as run_module
 from moetriage.study.cell import calibrate, run_cell
-from moetriage.study.optimiser import optimiser, rate_factor
+from moetriage.study.optimizer import new_optimizer, rate_factor
 from moetriage.study.run import run_study
 from moetriage.study.setting import Resources, Setting
 from moetriage.study.spec import CORE, EXTRA, Cell, Condition, StudySpec, full, smoke
@@ -248,7 +248,7 @@ def test_the_learning_rate_warms_up_and_falls_to_its_last_fraction() -> None:
 
 def test_biases_and_norms_do_not_decay(setting: Setting) -> None:
     model = setting.new_model(Cell(condition=FIXED, seed=0), 0.05)
-    adam, _ = optimiser(SPEC, model)
+    adam, _ = new_optimizer(SPEC, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decays = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in adam.param_groups}
     assert decays[0.0] == {name for name in names.values() if name.endswith("bias") or "norm" in name}

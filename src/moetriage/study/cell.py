@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moetriage.errors import UsageError
 from moetriage.study.environment import environment
 from moetriage.study.measures import Counts, Curves, margins
-from moetriage.study.optimiser import optimiser
+from moetriage.study.optimizer import new_optimizer
 from moetriage.study.setting import Setting, repeatable
 from moetriage.study.spec import Cell, Condition
 from moetriage.train.lm import NanoMoE
@@ -74,7 +74,7 @@ def run_cell(setting: Setting, cell: Cell, threshold: float, on_step: Callable[[
 
 def _train(setting: Setting, cell: Cell, model: NanoMoE, threshold: float, on_step: Callable[[], None]) -> tuple[Curves, list[float]]:
     spec = setting.spec
-    optimizer, schedule = optimiser(spec, model)
+    optimizer, schedule = new_optimizer(spec, model)
     following = MarginMedian(device=setting.resources.device) if cell.condition.policy == ONLINE else None
     curves, seconds = Curves(_fixed(model, threshold)), list[float]()
     batches = setting.training(cell.seed)

@@ -1,4 +1,4 @@
-"""What the study runs: conditions, seeds, sizes and optimiser settings, as one frozen value that every result is stored with.
+"""What the study runs: conditions, seeds, sizes and optimizer settings, as one frozen value that every result is stored with.
 
 In: a preset's name and options. Out: a ``StudySpec``, its cells, the ``ModelConfig`` of each. Needs no torch. The core design is that of
 "Reducing dropped tokens in a small MoE model" (docs/study.md): five conditions that share data, batches and initialisation within a seed.

@@ -1,4 +1,4 @@
-"""The optimiser that all conditions share: spec and model in, AdamW and its schedule out."""
+"""The optimizer that all conditions share: spec and model in, AdamW and its schedule out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moetriage.study.spec import StudySpec
 from moetriage.train.trainer import adamw
 
 
-def optimiser(spec: StudySpec, model: nn.Module) -> tuple[AdamW, LambdaLR]:
+def new_optimizer(spec: StudySpec, model: nn.Module) -> tuple[AdamW, LambdaLR]:
     """Return the AdamW of ``moetriage train`` and the schedule to step with it."""
     adam = adamw(model, learning_rate=spec.learning_rate, betas=spec.betas, weight_decay=spec.weight_decay)
     return adam, LambdaLR(adam, lambda step: rate_factor(spec, step))
