@@ -29,7 +29,7 @@ KEYS = {
 
 
 def assert_accounts_for_itself(report: Any, *, top_k_sum: int = 16) -> None:
-    """The identities that the issue asks of every run, taken from its JSON alone."""
+    """The identities that hold for every run, taken from its JSON alone."""
     assert report.keys() >= KEYS
     assert report["generated"] == len(report["token_ids"])
     assert sum(report["phases"].values()) == pytest.approx(report["decode_seconds"], abs=1e-3)
