@@ -71,7 +71,7 @@ def test_missing_cells_are_named_and_their_figures_are_not_made_up() -> None:
 
 def test_no_result_at_all_can_be_reported() -> None:
     text = markdown(summarise(full(), 0.04, []))
-    assert "9 not measured" in text
+    assert "Of 10 figures, agrees: 1; not measured: 9." in text
     assert "In short" not in text
 
 

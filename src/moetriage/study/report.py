@@ -9,9 +9,9 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from moetriage.study.reference import RULE, SOURCE
+from moetriage.study.reference import RULE, SOURCE, Verdict
 from moetriage.study.spec import BASELINE
 from moetriage.study.summary import CAPSEL
 from moetriage.train.policies import ONLINE
@@ -212,13 +212,10 @@ def _paired_rows(summary: Row) -> list[tuple[str, ...]]:
     return rows
 
 
-_OF_SEVERAL = {"agrees": "agree", "disagrees": "disagree"}
-
-
 def _tally(summary: Row) -> str:
     verdicts = [row["verdict"] for row in summary["reference"]]
-    counts = [f"{verdicts.count(kind)} {_OF_SEVERAL.get(kind, kind)}" for kind in dict.fromkeys(verdicts)]
-    return f"Of {len(verdicts)} figures: {', '.join(counts)}."
+    counts = [f"{kind}: {verdicts.count(kind)}" for kind in get_args(Verdict) if kind in verdicts]
+    return f"Of {len(verdicts)} figures, {'; '.join(counts)}."
 
 
 def _environment(environment: Row) -> str:
