@@ -11,8 +11,8 @@ Three regimes, all in eager mode, inputs new in each round (so that loads and sh
 - ``step``: forward and backward of the study's model (six layers of eight GELU experts, capsel2 at 1.25) on 4 x 128 tokens, with and
   without a Python loop over experts in its layers.
 
-Computing limits the products, memory bandwidth most of the rest. All ways must give the same result first. Runs follow each other in
-changing order and ratios are taken within a round.
+Computing limits the products, memory bandwidth most of the rest. Freed memory is kept in the process, as ``moetriage train`` does. All
+ways must give the same result first. Runs follow each other in changing order and ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ except ImportError:
 
 from torch import Tensor, nn
 
+from moetriage.train.allocator import keep_freed_memory
 from moetriage.train.dispatch import ROW_MULTIPLE, combine, gather, padded_slots, sorted_slots
 from moetriage.train.experts import activate
 from moetriage.train.lm import NanoMoE
@@ -231,6 +232,7 @@ def main() -> int:
     options = parser.parse_args()
 
     clock = chosen_clock(options)
+    keep_freed_memory()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     cases = []
