@@ -165,14 +165,14 @@ def test_a_stopped_study_goes_on_where_it_was(data: Path, tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_jobs_change_nothing_but_the_time(data: Path, tmp_path: Path) -> None:
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[int, int, list[str]]] = []
     many = run_study(SMALL, data, tmp_path / "many", Resources(jobs=2, threads=1), lambda *counts: steps.append(counts))
     one = run_study(SMALL, data, tmp_path / "one", ONE)
     for ours, theirs in zip(many.results(SMALL), one.results(SMALL), strict=True):
         assert ours["environment"].pop("jobs") == 2
         assert theirs["environment"].pop("jobs") == 1
         assert without_times(ours) == without_times(theirs)
-    assert steps[-1] == (16, 16)
+    assert steps[-1] == (16, 16, [])
 
 
 @pytest.mark.slow
