@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from moetriage.types import MIB
 
 
 def file_system(path: Path) -> str:
@@ -38,3 +40,17 @@ def memory_dir() -> Iterator[Path]:
         pytest.skip("/dev/shm is no writable tmpfs here")
     with tempfile.TemporaryDirectory(dir=shm) as name:
         yield Path(name)
+
+
+@pytest.fixture
+def file(disk_dir: Path) -> Path:
+    """A file on a disk, of no whole number of blocks, with nothing in it that could be compressed."""
+    path = disk_dir / "data"
+    path.write_bytes(os.urandom(16 * MIB + 777))
+    return path
+
+
+@pytest.fixture
+def model(tiny: Callable[..., Path]) -> Path:
+    """A tiny model, not to be changed."""
+    return tiny("tiny-qwen3moe")

@@ -15,11 +15,6 @@ from moetriage.errors import ReadError
 
 
 @pytest.fixture
-def model(tiny: Callable[..., Path]) -> Path:
-    return tiny("tiny-qwen3moe")
-
-
-@pytest.fixture
 def copy(model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(model, tmp_path / "copy.gguf"))
 

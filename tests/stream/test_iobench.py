@@ -27,13 +27,6 @@ KIB = 1024
 QUICK_SECONDS = 0.05
 
 
-@pytest.fixture
-def file(disk_dir: Path) -> Path:
-    path = disk_dir / "data"
-    path.write_bytes(os.urandom(16 * MIB + 777))
-    return path
-
-
 def bytes_read_from_storage() -> int:
     """What the kernel says this process has made storage read; page cache hits do not count."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

@@ -18,13 +18,6 @@ from moetriage.types import MIB
 KIB = 1024
 
 
-@pytest.fixture
-def file(disk_dir: Path) -> Path:
-    path = disk_dir / "data"
-    path.write_bytes(os.urandom(16 * MIB + 777))
-    return path
-
-
 @pytest.mark.parametrize("size", [0, 1, MIB - 1])
 def test_a_file_shorter_than_a_read_is_refused_with_both_sizes(disk_dir: Path, size: int) -> None:
     path = disk_dir / "short"

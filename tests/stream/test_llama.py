@@ -19,14 +19,8 @@ from moetriage.config import DropConfig
 from moetriage.errors import UsageError
 from moetriage.types import Phase
 
-SHAPE = "tiny-qwen3moe"
 TEXT = "The quick brown fox"
 ONE_THREAD: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}
-
-
-@pytest.fixture
-def model(tiny: Callable[..., Path]) -> Path:
-    return tiny(SHAPE)
 
 
 @pytest.fixture

@@ -15,11 +15,6 @@ from moetriage.gguf import ggml_api
 from moetriage.stream import llama_api
 
 
-@pytest.fixture
-def model(tiny: Callable[..., Path]) -> Path:
-    return tiny("tiny-qwen3moe")
-
-
 def node_name(tensor: int) -> bytes:
     ggml = ctypes.CDLL(str(ggml_api.library_path()))
     ggml.ggml_get_name.restype, ggml.ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]

@@ -28,11 +28,6 @@ TINY = [shape for shape in SHAPES if shape.startswith("tiny-")]
 
 
 @pytest.fixture
-def model(tiny: Callable[..., Path]) -> Path:
-    return tiny("tiny-qwen3moe")
-
-
-@pytest.fixture
 def make(model: Path) -> Iterator[Callable[..., Runner]]:
     """Make runners that are closed at the end of the test; one thread, as several wait for each other by spinning."""
     made: list[Runner] = []
